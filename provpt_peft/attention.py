@@ -1,0 +1,261 @@
+"""Prompts inside the attention: their keys and values are appended, their tokens never exist.
+
+VPT-Deep drops a block's prompt tokens after the block, so they act on the other tokens only through the keys and values
+that the block's attention makes of them. Appending those is the same function as prepending tokens, without the cost of
+carrying the tokens through queries, output projection and MLP.
+
+Legend: B images, W windows an image (1 unless the family is windowed), H heads, T tokens, n prompts of the block,
+D width, d head size.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import create_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .backbones import BackboneFamily, resolve
+from .prompts import PromptBank
+
+IMPLEMENTATION = "provpt"
+
+
+class PromptedBlock:
+    """One block of the backbone and the prompts it sees.
+
+    Making one hooks the prompts into the block's attention; `remove` undoes it. The attention module keeps its class
+    and its place: it only gets a copy of its config that names our attention function.
+
+    Args:
+        block: The block module.
+        family: Where its parts are.
+        bank: The prompts.
+        number: Number of the block, 1 … L.
+        keep_dropout: Whether the attention's own dropout stays on in training.
+    """
+
+    def __init__(self, block: nn.Module, family: BackboneFamily, bank: PromptBank, number: int) -> None:
+        self.block = block
+        self.family = family
+        self.bank = bank
+        self.number = number
+        self.keep_dropout = False
+        self.images: int | None = None
+        self.attention = resolve(block, family.attention)
+        self.config = self.attention.config
+        self.attention.config = copy.copy(self.config)
+        # The public setter of `_attn_implementation` writes into sub-configs, which models share.
+        self.attention.config._attn_implementation_internal = IMPLEMENTATION
+        self.attention.provpt_block = self
+        self._hook = block.register_forward_pre_hook(self._count_images) if family.windowed else None
+
+    @property
+    def width(self) -> int:
+        """Hidden size of the block."""
+        return resolve(self.block, self.family.norm).weight.shape[-1]
+
+    def remove(self) -> None:
+        """Take the prompts out of the block and give its attention the original config back."""
+        self.attention.config = self.config
+        del self.attention.provpt_block
+        if self._hook is not None:
+            self._hook.remove()
+
+    def _count_images(self, block: nn.Module, args: tuple[Any, ...]) -> None:
+        self.images = args[0].shape[0]
+
+    def attend(
+        self, *args: Any, implementation: str | None = None, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Call the attention function that the model's own config names at this moment, or the one given.
+
+        `eager` is in no registry: it stands in the module that the attention's class comes from.
+        """
+        implementation = implementation or self.config._attn_implementation
+        eager = getattr(sys.modules[type(self.attention).__module__], "eager_attention_forward", None)
+        function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
+        if "flash" not in implementation:
+            return function(self.attention, *args, **kwargs)
+        # The flash function looks up its own name on the module's config once more.
+        prompted_config, self.attention.config = self.attention.config, self.config
+        try:
+            return function(self.attention, *args, **kwargs)
+        finally:
+            self.attention.config = prompted_config
+
+    def prompts(self, images: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The block's prompts and their indices: vectors (1 or B, n, D), indices (n,). None if there are none."""
+        bank = self.bank
+        adapter = bank.enabled_adapter
+        if adapter is None:
+            return None
+        rows = bank.rows(adapter, self.number)
+        if len(rows) == 0:
+            return None
+        prompts = bank.provpt_prompts[adapter][rows, : self.width].unsqueeze(0)  # (1, n, D)
+        if bank.training and bank.dropout[adapter] > 0.0:
+            prompts = F.dropout(prompts.expand(images, -1, -1), bank.dropout[adapter])
+        return prompts, rows
+
+    def project(self, prompts: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of prompts, each (1 or B, H, n, d), in the dtype of the tokens' `key` (…, H, T, d)."""
+        norm = resolve(self.block, self.family.norm)
+        normed = norm(prompts.to(norm.weight.dtype))
+        heads = (*normed.shape[:2], key.shape[1], key.shape[3])
+        prompt_key, prompt_value = (
+            resolve(self.block, path)(normed).view(heads).transpose(1, 2).to(key.dtype)
+            for path in (self.family.key, self.family.value)
+        )
+        return prompt_key, prompt_value
+
+
+def prompted_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The attention function that transformers calls in a prompted block.
+
+    Args:
+        module: The attention module.
+        query, key, value: (B * W, H, T, d).
+        attention_mask: None, or a mask or relative position bias that broadcasts to (B * W, H, T, T).
+
+    Returns:
+        Output (B * W, T, H, d), and the attention weights (B * W, H, T, T + n) where the implementation gives them.
+    """
+    block: PromptedBlock = module.provpt_block
+    if block.bank.enabled_adapter is not None and not block.keep_dropout:
+        kwargs["dropout"] = 0.0
+    images = key.shape[0] if block.images is None else block.images
+    prompts_and_rows = block.prompts(images)
+    if prompts_and_rows is None:
+        return block.attend(query, key, value, attention_mask, **kwargs)
+    prompts, rows = prompts_and_rows
+
+    observation = block.bank.observation if torch.is_grad_enabled() else None
+    if observation is not None and observation.score == "taylor":
+        prompts = _ObserveVectors.apply(prompts.expand(images, -1, -1), observation.columns(rows))
+    prompt_key, prompt_value = (_for_each_window(x, key.shape[0]) for x in block.project(prompts, key))
+    if attention_mask is not None:
+        if not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 4:
+            attention_mask = _dense_mask(attention_mask, query, key)
+            kwargs["implementation"] = "sdpa"
+        visible = True if attention_mask.dtype == torch.bool else 0.0
+        attention_mask = F.pad(attention_mask, (0, len(rows)), value=visible)
+    key = torch.cat([key, prompt_key], dim=2)  # (B * W, H, T + n, d)
+    value = torch.cat([value, prompt_value], dim=2)
+    output, weights = block.attend(query, key, value, attention_mask, **kwargs)
+
+    if observation is not None and observation.score == "gate":
+        if weights is None:
+            prompt_weights = _prompt_weights(block, query, key, prompt_key, attention_mask, **kwargs)
+        else:
+            prompt_weights = weights[..., -len(rows) :].detach()
+        output = _ObserveGate.apply(output, prompt_weights, prompt_value, observation.columns(rows), images)
+    return output, weights
+
+
+ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, prompted_attention)
+
+
+def _for_each_window(prompts: torch.Tensor, batch: int) -> torch.Tensor:
+    """(1 or B, H, n, d) to (B * W, H, n, d): every window of an image sees the image's prompts."""
+    images = prompts.shape[0]
+    if images == batch:
+        return prompts
+    expanded = prompts.unsqueeze(1).expand(-1, batch // images, -1, -1, -1)
+    return expanded.reshape(batch, *prompts.shape[1:])
+
+
+def _dense_mask(attention_mask: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """The masks of flex (a `BlockMask`) and flash (2-D, over keys) as a boolean one that broadcasts to (…, T, T).
+
+    Neither can be extended by the prompts as it is. transformers makes a `BlockMask` even where nothing is masked.
+    """
+    if isinstance(attention_mask, torch.Tensor):
+        return attention_mask[:, None, None, :].bool()
+    return create_mask(
+        attention_mask.mask_mod, key.shape[0], key.shape[1], query.shape[2], key.shape[2], device=key.device
+    )
+
+
+@torch.no_grad()
+def _prompt_weights(
+    block: PromptedBlock,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    prompt_key: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Attention weights on the prompts, (B * W, H, T, n), from an implementation that does not give any.
+
+    The same attention, with values that are 1 for prompts and 0 for tokens, gives each query's total weight on prompts.
+    Its split over the prompts is a softmax over them alone, since prompts have no mask.
+    """
+    num_prompts = prompt_key.shape[2]
+    indicator = torch.zeros_like(key)
+    indicator[:, :, -num_prompts:] = 1.0
+    kwargs["dropout"] = 0.0
+    total = block.attend(query, key, indicator, attention_mask, **kwargs)[0][..., :1].transpose(1, 2)  # (…, H, T, 1)
+    scaling = kwargs.get("scaling")
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    split = (query @ prompt_key.transpose(2, 3) * scaling).float().softmax(dim=-1)
+    return total * split
+
+
+def _moments(scores: torch.Tensor) -> torch.Tensor:
+    """Scores for each image (B, n) to sum, sum of squares and number of images, (3, n) in float32."""
+    scores = scores.float()
+    count = torch.full_like(scores[0], scores.shape[0])
+    return torch.stack([scores.sum(dim=0), scores.square().sum(dim=0), count])
+
+
+class _ObserveGate(torch.autograd.Function):
+    """Identity on the attention's output whose backward reports each prompt's gate gradient.
+
+    A gate m multiplies a prompt key's unnormalised attention weight; m = 1 is the model and m = 0 is the model without
+    the prompt. With weights a, values v, output o = sum_k a_k v_k and its gradient g, the derivative at m = 1 is
+    dL/dm_k = sum over queries and heads of a_k g.(v_k - o), the first-order estimate of the loss with the prompt minus
+    the loss without it (Eq. 4 of the paper).
+    """
+
+    @staticmethod
+    def forward(ctx, output, prompt_weights, prompt_value, moments, images):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(output, prompt_weights, prompt_value)
+        ctx.images = images
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        output, prompt_weights, prompt_value = ctx.saved_tensors
+        grad_heads = grad.transpose(1, 2)  # (B * W, H, T, d)
+        along_output = (grad_heads * output.transpose(1, 2)).sum(dim=-1, keepdim=True)  # g.o, (B * W, H, T, 1)
+        along_value = grad_heads @ prompt_value.transpose(2, 3)  # g.v_k, (B * W, H, T, n)
+        scores = (prompt_weights * (along_value - along_output)).sum(dim=(1, 2))  # (B * W, n)
+        scores = scores.view(ctx.images, -1, scores.shape[-1]).sum(dim=1)
+        return grad, None, None, _moments(scores), None
+
+
+class _ObserveVectors(torch.autograd.Function):
+    """Identity on the prompts of each image (B, n, D) whose backward reports g_k.p_k for each image, Eq. 6."""
+
+    @staticmethod
+    def forward(ctx, prompts, moments):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(prompts)
+        return prompts.view_as(prompts)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        (prompts,) = ctx.saved_tensors
+        return grad, _moments((grad * prompts).sum(dim=-1))

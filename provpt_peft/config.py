@@ -1,0 +1,115 @@
+"""`ProVPTConfig`: what inference needs to know of an adapter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from peft.config import PeftConfig
+from peft.utils import PeftType
+from peft.utils.constants import DUMMY_TARGET_MODULES
+
+from .backbones import check_description
+from .version import __version__
+
+
+@dataclass
+class ProVPTConfig(PeftConfig):
+    """Configuration of relocatable deep visual prompts.
+
+    Args:
+        num_prompts (`int` or `list[int]`, defaults to 10):
+            Prompts at the start of training: one number for every block (VPT-Deep's uniform distribution), or a list
+            of L numbers, one a block. The paper uses 1 to 200 a block, 10 is a good first try. Their sum is the budget
+            N of the paper (Sec. 3.1), which relocation never changes.
+        prompt_dropout (`float`, defaults to 0.1):
+            Dropout on the entries of the prompts, independently for each image, in training only (Tab. i of the paper,
+            "drop rate"). In [0, 1).
+        backbone_dropout (`bool`, defaults to False):
+            Whether dropout, attention dropout and drop path of the frozen backbone stay on in training. VPT trains
+            with a deterministic backbone.
+        modules_to_save (`list[str]`, *optional*):
+            Modules that are trained in full and saved with the adapter, usually the new head: `["classifier"]`.
+        backbone (`dict`, *optional*):
+            Description of a backbone that is not among the known families: the keyword arguments of
+            [`~provpt_peft.backbones.BackboneFamily`].
+        provpt_version (`str`, *optional*):
+            The version of this package that made the config. Filled in by itself.
+
+    Raises:
+        ValueError: If a value is out of its range. Whether `num_prompts` fits the backbone is checked when the
+            adapter is put into a model.
+    """
+
+    num_prompts: int | list[int] = field(
+        default=10, metadata={"help": "Prompts in every block at the start, or a list with one number for each block."}
+    )
+    prompt_dropout: float = field(
+        default=0.1, metadata={"help": "Dropout on the prompts, independent for each image, in training only."}
+    )
+    backbone_dropout: bool = field(
+        default=False, metadata={"help": "Whether the frozen backbone keeps its own dropout and drop path in training."}
+    )
+    modules_to_save: list[str] | None = field(
+        default=None, metadata={"help": "Modules to train and save with the adapter, usually the head."}
+    )
+    backbone: dict[str, Any] | None = field(
+        default=None, metadata={"help": "Description of a backbone that is not among the known families."}
+    )
+    provpt_version: str | None = field(default=None, metadata={"help": "Version of provpt_peft that made the config."})
+
+    # Prompts are found through the backbone's description, not through PEFT's name matching. Not a field: the value is
+    # PEFT's word for "do not match modules by name".
+    target_modules = DUMMY_TARGET_MODULES
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.peft_type = PeftType.PROVPT
+        if self.provpt_version is None:
+            self.provpt_version = __version__
+        if self.task_type is not None:
+            raise ValueError(
+                f"`task_type` names text tasks and has to stay unset for a vision model, got {self.task_type!r}. "
+                'Leave it out; to train a head, name it in `modules_to_save`, for example ["classifier"].'
+            )
+        self._check_num_prompts()
+        if not 0.0 <= self.prompt_dropout < 1.0:
+            raise ValueError(
+                f"`prompt_dropout` must be in [0, 1), got {self.prompt_dropout}. Use 0.0 to switch it off."
+            )
+        if self.backbone is not None:
+            check_description(self.backbone)
+
+    def _check_num_prompts(self) -> None:
+        if isinstance(self.num_prompts, (list, tuple)):
+            self.num_prompts = list(self.num_prompts)
+            valid = all(_is_count(count) for count in self.num_prompts) and sum(self.num_prompts) > 0
+            if not valid:
+                raise ValueError(
+                    f"`num_prompts` as a list must hold whole numbers from 0 on, not all of them 0, got "
+                    f"{self.num_prompts}. Give the number of prompts each block starts with."
+                )
+        elif not _is_count(self.num_prompts) or self.num_prompts < 1:
+            raise ValueError(
+                f"`num_prompts` must be at least 1, got {self.num_prompts!r}. "
+                "Give the number of prompts each block starts with."
+            )
+
+    def start_distribution(self, num_blocks: int) -> list[int]:
+        """The number of prompts in each of L blocks at the start.
+
+        Raises:
+            ValueError: If `num_prompts` is a list whose length is not `num_blocks`.
+        """
+        if isinstance(self.num_prompts, int):
+            return [self.num_prompts] * num_blocks
+        if len(self.num_prompts) != num_blocks:
+            raise ValueError(
+                f"`num_prompts` as a list must have one number for each of the model's {num_blocks} blocks, got "
+                f"{len(self.num_prompts)} numbers. An adapter only fits the backbone it was made for."
+            )
+        return self.num_prompts
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

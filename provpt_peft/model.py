@@ -1,0 +1,271 @@
+"""`ProVPTModel`: the PEFT tuner. Puts prompts into a model, manages adapters, moves prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from peft.tuners import tuners_utils
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.utils import AuxiliaryTrainingWrapper
+from torch import nn
+
+from .attention import PromptedBlock
+from .backbones import find_blocks
+from .config import ProVPTConfig
+from .prompts import PromptBank, init_bound
+from .registration import PREFIX
+
+# Patch size for the bound of the initialisation where a backbone's config has none.
+_DEFAULT_PATCH_SIZE = 16
+
+
+class ProVPTModel(BaseTuner):
+    """Relocatable deep visual prompts in a frozen vision transformer.
+
+    Made by `peft.get_peft_model(model, ProVPTConfig(...))`; `peft_model.base_model` is this object. Attributes of the
+    wrapped model are reachable through it.
+
+    Example:
+        ```python
+        >>> model = get_peft_model(vit, ProVPTConfig(num_prompts=10, modules_to_save=["classifier"]))
+        >>> tuner = model.base_model
+        >>> tuner.prompt_distribution()
+        [10, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10]
+        >>> tuner.move_prompt(0, 12)
+        >>> tuner.prompt_distribution()
+        [9, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10, 11]
+        ```
+    """
+
+    prefix: str = PREFIX
+    tuner_layer_cls = PromptBank
+    target_module_mapping: dict[str, list[str]] = {}
+    # All blocks share one bank, so `inject_adapter_in_model`, which returns the bare model, would lose it.
+    uses_shared_state: bool = True
+
+    bank: PromptBank
+
+    # ---- prompts ----------------------------------------------------------------------------------------------------
+
+    @property
+    def num_blocks(self) -> int:
+        """L, the number of transformer blocks, in forward order."""
+        return self.bank.num_blocks
+
+    def prompt_blocks(self, adapter_name: str | None = None) -> torch.Tensor:
+        """d_k: the block of each prompt, a copy, int64 of shape (N,), 1 … L or 0 for undistributed.
+
+        Args:
+            adapter_name: Name of the adapter, the active one by default.
+
+        Raises:
+            ValueError: If there is no such adapter.
+        """
+        return self.bank.provpt_prompt_blocks[self._adapter(adapter_name)].clone()
+
+    def prompt_distribution(self, adapter_name: str | None = None) -> list[int]:
+        """The number of prompts in each of the L blocks. Undistributed prompts are in none.
+
+        Raises:
+            ValueError: If there is no such adapter.
+        """
+        counts = torch.bincount(self.prompt_blocks(adapter_name), minlength=self.num_blocks + 1)
+        return counts[1:].tolist()
+
+    def prompts(self, adapter_name: str | None = None) -> nn.Parameter:
+        """P: the prompt vectors, the trainable parameter of shape (N, D).
+
+        Raises:
+            ValueError: If there is no such adapter.
+        """
+        return self.bank.provpt_prompts[self._adapter(adapter_name)]
+
+    def move_prompt(self, prompt: int, block: int, adapter_name: str | None = None) -> None:
+        """Give a prompt to another block. Its vector stays as it is.
+
+        Args:
+            prompt: Index of the prompt, 0 … N-1.
+            block: The new block, 1 … L, or 0 to leave the prompt undistributed.
+            adapter_name: Name of the adapter, the active one by default.
+
+        Raises:
+            IndexError: If there is no such prompt.
+            ValueError: If there is no such block or no such adapter.
+        """
+        self.bank.move(self._adapter(adapter_name), prompt, block)
+
+    def _adapter(self, adapter_name: str | None) -> str:
+        if adapter_name is None:
+            if len(self.active_adapters) != 1:
+                raise ValueError(
+                    f"Prompts belong to one adapter, but {len(self.active_adapters)} are active. "
+                    "Pass `adapter_name` or activate one with `set_adapter`."
+                )
+            adapter_name = self.active_adapters[0]
+        if adapter_name not in self.bank.provpt_prompts:
+            raise ValueError(
+                f"There is no adapter {adapter_name!r}. The model has {sorted(self.bank.provpt_prompts.keys())}."
+            )
+        return adapter_name
+
+    # ---- injection --------------------------------------------------------------------------------------------------
+
+    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        """Add the prompts of an adapter whose config is in `self.peft_config`. Called by PEFT.
+
+        Raises:
+            ValueError: If the model has no blocks that PROVPT knows, if the config does not fit the model's blocks, or
+                if the adapter's name cannot be used. The model is then as it was.
+        """
+        config = self.peft_config[adapter_name]
+        self._check_adapter(adapter_name, config)
+        first = "bank" not in self._modules
+        found = find_blocks(model, config.backbone) if first else None
+        num_blocks = len(found) if found is not None else self.num_blocks
+        distribution = config.start_distribution(num_blocks)
+
+        trainable = {} if first else {p: p.requires_grad for p in self.parameters()}
+        if found is not None:
+            self._install(model, found)
+        self.bank.add_adapter(adapter_name, distribution, config.prompt_dropout)
+        super().inject_adapter(model, adapter_name, *args, **kwargs)
+        # PEFT activates the active adapter anew with the new config's `inference_mode`.
+        for parameter, requires_grad in trainable.items():
+            parameter.requires_grad = requires_grad
+        self._set_backbone_dropout()
+
+    def _check_adapter(self, adapter_name: str, config: ProVPTConfig) -> None:
+        if adapter_name in PREFIX or "." in adapter_name or not adapter_name:
+            raise ValueError(
+                f"An adapter's name must not be part of the prefix '{PREFIX}' nor contain a dot, got "
+                f"{adapter_name!r}: PEFT could not tell its tensors from others. Choose another name."
+            )
+        others = [other for name, other in self.peft_config.items() if name != adapter_name]
+        if any(other.backbone != config.backbone for other in others):
+            raise ValueError(
+                f"All adapters of a model have to describe the same `backbone`, got {config.backbone} beside "
+                f"{others[0].backbone}. Use the first adapter's description."
+            )
+
+    def _install(self, model: nn.Module, found: Sequence[tuple[str, nn.Module, Any]]) -> None:
+        """Make the bank and hook it into the blocks."""
+        norms = [block.get_submodule(family.norm) for _, block, family in found]
+        widths = [norm.weight.shape[-1] for norm in norms]
+        attention_config = found[0][1].get_submodule(found[0][2].attention).config
+        patch_size = getattr(attention_config, "patch_size", _DEFAULT_PATCH_SIZE)
+        self.bank = PromptBank(widths, init_bound(patch_size, max(widths)), reference=norms[0])
+        self.bank.train(model.training)
+        self.blocks = [
+            PromptedBlock(block, family, self.bank, number) for number, (_, block, family) in enumerate(found, start=1)
+        ]
+
+    def _create_and_replace(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError("PROVPT replaces no modules.")  # pragma: no cover, abstract in `BaseTuner`
+
+    # ---- the frozen backbone's dropout --------------------------------------------------------------------------------
+
+    def train(self, mode: bool = True) -> ProVPTModel:
+        """Set training mode. The frozen backbone's own dropout stays off unless `backbone_dropout` is set."""
+        super().train(mode)
+        self._set_backbone_dropout()
+        return self
+
+    def _set_backbone_dropout(self) -> None:
+        """Switch the backbone's dropout modules, and them only: transformers checkpoints a block's activations only
+        while the block itself is in training mode."""
+        if "bank" not in self._modules:
+            return
+        adapter = self.bank.enabled_adapter
+        keep = adapter is None or self.peft_config[adapter].backbone_dropout
+        for block in self.blocks:
+            block.keep_dropout = keep
+        for module in _dropout_modules(self.model):
+            module.training = self.training and keep
+
+    # ---- adapters: PEFT's own functions walk the wrapped model only, the bank is on the tuner -------------------------
+
+    def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:
+        """Activate an adapter.
+
+        Raises:
+            ValueError: If several are given: a block sees the prompts of one adapter.
+        """
+        if not isinstance(adapter_name, str) and len(adapter_name) > 1:
+            raise ValueError(
+                f"PROVPT can have one active adapter at a time, got {list(adapter_name)}. Activate one of them."
+            )
+        tuners_utils.set_adapter(self, adapter_name, inference_mode=inference_mode, layer_cls=PromptBank)
+        self.active_adapter = adapter_name
+        self._set_backbone_dropout()
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        """Delete an adapter; if it was active, the next one becomes active.
+
+        Raises:
+            ValueError: If there is no such adapter.
+        """
+        if adapter_name not in self.peft_config:
+            raise ValueError(f"Adapter {adapter_name} does not exist")
+        del self.peft_config[adapter_name]
+        active = tuners_utils.delete_adapter(self, adapter_name=adapter_name, prefix=PREFIX, layer_cls=PromptBank)
+        self.active_adapter = active or []
+        self._set_backbone_dropout()
+
+    def set_requires_grad(self, adapter_names: str | Sequence[str], requires_grad: bool = True) -> None:
+        """Switch gradients of adapters on or off."""
+        tuners_utils.set_requires_grad(self, adapter_names=adapter_names, requires_grad=requires_grad)
+
+    def _enable_adapter_layers(self, enabled: bool = True) -> None:
+        for module in self.modules():
+            if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+                module.enable_adapters(enabled)
+        self._set_backbone_dropout()
+
+    def _cast_adapter_dtype(self, adapter_name: str, autocast_adapter_dtype: bool = True) -> None:
+        tuners_utils.cast_adapter_dtype(
+            self, adapter_name=adapter_name, autocast_adapter_dtype=autocast_adapter_dtype
+        )
+
+    @contextmanager
+    def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        # PEFT calls this around each forward; without it, `adapter_names` would be ignored in silence.
+        if kwargs.get("adapter_names") is not None:
+            raise ValueError(
+                "PROVPT cannot use different adapters for the images of one batch (`adapter_names`). "
+                "Run one batch for each adapter, switching with `set_adapter`."
+            )
+        yield
+
+    # ---- taking it out again ------------------------------------------------------------------------------------------
+
+    def unload(self) -> nn.Module:
+        """Take the prompts out and return the base model as it was before."""
+        for block in self.blocks:
+            block.remove()
+        for module in _dropout_modules(self.model):
+            module.training = self.model.training
+        return super().unload()
+
+    def _refuse_merging(self, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError(
+            "Prompts cannot be merged: they are extra inputs of the attention, not a change of its weights. "
+            "Keep the adapter (`save_pretrained`), or call `unload()` for the base model without it."
+        )
+
+    merge_and_unload = _refuse_merging
+    merge_adapter = _refuse_merging
+    unmerge_adapter = _refuse_merging
+
+
+def _dropout_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """Dropout and drop-path modules of a model, except those in modules that are trained themselves."""
+    if isinstance(model, AuxiliaryTrainingWrapper):
+        return
+    name = type(model).__name__
+    if "Dropout" in name or "DropPath" in name:
+        yield model
+    for child in model.children():
+        yield from _dropout_modules(child)

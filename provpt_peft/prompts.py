@@ -1,0 +1,190 @@
+"""The prompt bank: all prompts of an adapter in one parameter, their blocks in one buffer.
+
+Legend: N prompts, D width of the widest block, L blocks, B images.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from peft.tuners._buffer_dict import BufferDict
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+
+
+def init_bound(patch_size: int | Sequence[int], hidden_size: int) -> float:
+    """The bound of VPT's uniform initialisation, sqrt(6 / (3 * patch area + d)).
+
+    Args:
+        patch_size: Side of a patch in pixels, or height and width.
+        hidden_size: Width d of the prompts.
+    """
+    height, width = (patch_size, patch_size) if isinstance(patch_size, int) else patch_size
+    return math.sqrt(6.0 / (3 * height * width + hidden_size))
+
+
+class PromptBank(nn.Module, BaseTunerLayer):
+    """All prompts of all PROVPT adapters of a model.
+
+    An adapter has one parameter of shape (N, D) and one int64 buffer of shape (N,) that holds the block of each prompt,
+    1 … L, or 0 for undistributed (paper, Sec. 3.1). A move writes one number into the buffer, rows stay where they
+    are, so an optimizer keeps the same parameter and checkpoints keep their shapes.
+
+    Args:
+        widths: Hidden size of each block, in forward order. A prompt in a block of width D_i uses the first D_i
+            entries of its row.
+        bound: Bound of the uniform initialisation.
+        reference: A module of the frozen backbone. Prompts that were loaded onto the meta device follow its device.
+    """
+
+    # PEFT finds an adapter's tensors in these containers, which are keyed by adapter name.
+    adapter_layer_names = ("provpt_prompts",)
+    other_param_names = ("provpt_prompt_blocks",)
+
+    # `BaseTunerLayer` looks these up on the layer it wraps; the bank wraps none.
+    weight = None
+    bias = None
+
+    def __init__(self, widths: Sequence[int], bound: float, reference: nn.Module) -> None:
+        super().__init__()
+        self.widths = list(widths)
+        self.bound = bound
+        self.provpt_prompts = nn.ParameterDict()
+        self.provpt_prompt_blocks = BufferDict(persistent=True)
+        self.dropout: dict[str, float] = {}
+        # A tuple hides the module from `nn.Module`, which would make it a child of the bank.
+        self._reference = (reference,)
+        self._rows: dict[str, list[torch.Tensor]] = {}
+        self.observation: Observation | None = None
+        self.register_load_state_dict_post_hook(PromptBank._index_all)
+
+    @property
+    def num_blocks(self) -> int:
+        """L, the number of blocks."""
+        return len(self.widths)
+
+    def add_adapter(self, adapter_name: str, distribution: Sequence[int], dropout: float) -> None:
+        """Make the prompts of a new adapter.
+
+        Args:
+            adapter_name: Name of the adapter.
+            distribution: Prompts in each of the L blocks.
+            dropout: Dropout on the prompts in training.
+        """
+        device, dtype = self._device_and_dtype()
+        blocks = torch.repeat_interleave(torch.arange(1, self.num_blocks + 1), torch.tensor(distribution))  # (N,)
+        prompts = torch.empty(len(blocks), max(self.widths), device=device, dtype=dtype).uniform_(
+            -self.bound, self.bound
+        )
+        self.provpt_prompts[adapter_name] = nn.Parameter(prompts)
+        self.provpt_prompt_blocks[adapter_name] = blocks.to(device)
+        self.dropout[adapter_name] = dropout
+        self._index(adapter_name)
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        """Remove an adapter's prompts; the next adapter becomes active if this one was."""
+        super().delete_adapter(adapter_name)
+        self.dropout.pop(adapter_name, None)
+        self._rows.pop(adapter_name, None)
+
+    @property
+    def enabled_adapter(self) -> str | None:
+        """Name of the adapter whose prompts the blocks see now, or None."""
+        if self.disable_adapters or not self.active_adapters:
+            return None
+        return self.active_adapters[0]
+
+    def rows(self, adapter_name: str, block: int) -> torch.Tensor:
+        """Indices of the prompts in a block (0 … L), int64, in ascending order."""
+        return self._rows[adapter_name][block]
+
+    def _index(self, adapter_name: str) -> None:
+        """Read an adapter's buffer into `rows`. Called after each change of the buffer, so that a forward pass neither
+        synchronises with the device nor has a shape that depends on data."""
+        buffer = self.provpt_prompt_blocks[adapter_name]
+        if buffer.device.type == "meta":
+            return
+        by_block: list[list[int]] = [[] for _ in range(self.num_blocks + 1)]
+        for prompt, block in enumerate(buffer.tolist()):
+            by_block[block].append(prompt)
+        self._rows[adapter_name] = [torch.tensor(rows, dtype=torch.int64, device=buffer.device) for rows in by_block]
+
+    def _index_all(self, *args: object) -> None:
+        for adapter_name in self.provpt_prompt_blocks:
+            self._index(adapter_name)
+
+    def move(self, adapter_name: str, prompt: int, block: int) -> None:
+        """Give a prompt to a block. Only the buffer changes.
+
+        Args:
+            adapter_name: Name of the adapter.
+            prompt: Index of the prompt, 0 … N-1.
+            block: Its new block, 1 … L, or 0 for undistributed.
+
+        Raises:
+            IndexError: If there is no such prompt.
+            ValueError: If there is no such block.
+        """
+        buffer = self.provpt_prompt_blocks[adapter_name]
+        if not 0 <= prompt < len(buffer):
+            raise IndexError(
+                f"`prompt` must be in 0 … {len(buffer) - 1}, got {prompt}. The adapter has {len(buffer)} prompts."
+            )
+        if not 0 <= block <= self.num_blocks:
+            raise ValueError(
+                f"`block` must be in 0 … {self.num_blocks}, got {block}. Blocks are counted from 1; "
+                "0 leaves the prompt undistributed."
+            )
+        buffer[prompt] = block
+        self._index(adapter_name)
+
+    def _device_and_dtype(self) -> tuple[torch.device, torch.dtype]:
+        parameter = next(self._reference[0].parameters())
+        return parameter.device, parameter.dtype
+
+    def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
+        if device is None:
+            device, _ = self._device_and_dtype()
+        prompts = self.provpt_prompts[adapter_name]
+        if prompts.device.type != "meta":
+            prompts.data = prompts.data.to(device)
+        self.provpt_prompt_blocks[adapter_name] = self.provpt_prompt_blocks[adapter_name].to(device)
+        self._index(adapter_name)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PromptBank:
+        super()._apply(fn, recurse)
+        self._index_all()
+        return self
+
+
+class Observation:
+    """What the blocks report of each prompt in the backward pass: a first-order score for each image.
+
+    The scores arrive as the "gradient" of a tensor `moments` of shape (3, N). A block passes its columns through an
+    autograd function (see `attention.py`) whose backward returns, for each prompt, the sum over the images of the
+    score, the sum of its square, and the number of images. So micro-batches add up by themselves, a forward without a
+    backward counts for nothing, activation checkpointing counts once, and gradient clipping, which sees parameters
+    only, has no part in it.
+
+    Args:
+        score: `"gate"`, the derivative with respect to the weight of a prompt's key in the attention, or `"taylor"`,
+            Eq. 6 of the paper.
+        num_prompts: N.
+    """
+
+    def __init__(self, score: str, num_prompts: int) -> None:
+        self.score = score
+        self.moments = torch.zeros(3, num_prompts, requires_grad=True)
+
+    def columns(self, rows: torch.Tensor) -> torch.Tensor:
+        """The moments of some prompts, (3, n), on the device of their indices."""
+        if self.moments.device != rows.device:
+            self.moments = torch.zeros_like(self.moments, device=rows.device, requires_grad=True)
+        return self.moments[:, rows]
+
+    def take(self) -> torch.Tensor | None:
+        """The moments since the last call, (3, N) float32, or None if no backward pass reported any."""
+        moments, self.moments.grad = self.moments.grad, None
+        return moments

@@ -1,0 +1,63 @@
+"""Prompts inside the attention against tokens that are prepended, which is what VPT-Deep is."""
+
+import copy
+
+import pytest
+import tiny
+import torch
+from prepended import prepend_prompts, prepend_prompts_in_windows
+
+
+def run(model, inputs, prompts):
+    """Logits, what comes out of each block, and the gradient of the prompts."""
+    outputs = []
+    record = [
+        block.register_forward_hook(lambda module, args, output: outputs.append(first(output).detach()))
+        for block in tiny.blocks(model)
+    ]
+    prompts.grad = None
+    result = model(pixel_values=inputs, labels=tiny.labels(len(inputs)))
+    result.loss.backward()
+    for handle in record:
+        handle.remove()
+    return [result.logits.detach(), *outputs, prompts.grad.clone()]
+
+
+def first(output):
+    return output[0] if isinstance(output, tuple) else output
+
+
+def assert_same(ours, oracle):
+    for mine, theirs in zip(ours, oracle, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+
+
+def distributions(num_blocks):
+    """Prompts in each block: uniform, uneven, and with empty blocks."""
+    uneven = [(3 * i) % 5 + 1 for i in range(num_blocks)]
+    with_empty = [5, 0, *[2] * (num_blocks - 3), 0]
+    return {"uniform": [3] * num_blocks, "uneven": uneven, "empty": with_empty}
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("distribution", ["uniform", "uneven", "empty"])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_same_function_as_prepended_tokens(family, distribution, implementation):
+    base = tiny.make(family, attn_implementation=implementation)
+    plain = copy.deepcopy(base)
+    plain.requires_grad_(False)
+    blocks = tiny.blocks(plain)
+    model = tiny.prompted(base, num_prompts=distributions(len(blocks))[distribution])
+    tuner = model.base_model
+    oracle_prompts = tuner.prompts().detach().clone().requires_grad_()
+    prepend = prepend_prompts_in_windows if family == "swin" else prepend_prompts
+
+    moves = [None, (0, len(blocks)), (2, 2), (len(oracle_prompts) - 1, 1), (1, 0)]
+    for move in moves:
+        if move is not None:
+            tuner.move_prompt(*move)
+        undo = prepend(blocks, oracle_prompts, tuner.prompt_blocks())
+        ours = run(model, tiny.images(), tuner.prompts())
+        oracle = run(plain, tiny.images(), oracle_prompts)
+        undo()
+        assert_same(ours, oracle)
