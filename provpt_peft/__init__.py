@@ -3,11 +3,23 @@
 Importing this package registers the PEFT method `PROVPT`.
 """
 
+from .callback import RelocationTrainerCallback
 from .config import ProVPTConfig
 from .model import ProVPTModel
 from .registration import register
+from .relocation import PPOConfig, Relocation, RelocationConfig, Relocator
 from .version import __version__
+
 
 register(ProVPTConfig, ProVPTModel)
 
-__all__ = ["ProVPTConfig", "ProVPTModel", "__version__"]
+__all__ = [
+    "PPOConfig",
+    "ProVPTConfig",
+    "ProVPTModel",
+    "Relocation",
+    "RelocationConfig",
+    "RelocationTrainerCallback",
+    "Relocator",
+    "__version__",
+]

@@ -1,0 +1,162 @@
+"""`RelocationTrainerCallback`: relocation inside the Hugging Face Trainer. Reads the clock, delegates to `Relocator`."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler, ExportableState
+
+from .relocation import Relocation, RelocationConfig, Relocator
+
+
+logger = logging.getLogger(__name__)
+
+
+class RelocationTrainerCallback(TrainerCallback, ExportableState):
+    """Relocates prompts at the start of each epoch of a `transformers.Trainer`.
+
+    Checkpoints carry the relocator, so a resumed run equals one that was never stopped. Each relocation is logged
+    through the Trainer as `relocation/…` and kept in `history`.
+
+    Args:
+        config: When, which and where to; a dict of the same settings is accepted as well.
+
+    Raises:
+        ValueError: When training begins and the model has no PROVPT adapter.
+
+    Example:
+        ```python
+        >>> callback = RelocationTrainerCallback(RelocationConfig())
+        >>> trainer = Trainer(model, args, train_dataset=train, eval_dataset=validation, callbacks=[callback])
+        >>> trainer.train()
+        >>> [(record.prompt, record.from_block, record.block) for record in callback.history]
+        ```
+    """
+
+    def __init__(self, config: RelocationConfig | dict[str, Any] | None = None) -> None:
+        self.config = RelocationConfig(**config) if isinstance(config, dict) else config or RelocationConfig()
+        self.relocator: Relocator | None = None
+        self._handler: CallbackHandler | None = None
+        self._last_logged_step = 0
+        self._inside_epoch = False
+
+    @property
+    def history(self) -> list[Relocation]:
+        """The records of all relocations, oldest first."""
+        return self.relocator.history if self.relocator is not None else []
+
+    # ---- events -----------------------------------------------------------------------------------------------------
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.relocator = Relocator(model, self.config, optimizer)
+        self._handler = _calling_handler()
+        self._last_logged_step = state.global_step
+        self._inside_epoch = False
+        name = type(self).__name__
+        if state.global_step > 0:
+            saved = state.stateful_callbacks.get(name, {}).get("attributes", {}).get("saved")
+            if saved is None:
+                logger.warning(
+                    "The checkpoint was written without %s, so relocation starts afresh at step %d.",
+                    name,
+                    state.global_step,
+                )
+            else:
+                self.relocator.load_state_dict(saved["relocator"])
+                # A checkpoint of an epoch's last step is written before the epoch ends.
+                self._inside_epoch = saved["inside_epoch"] and state.epoch % 1 != 0
+        # The Trainer fills in this entry when it saves, and expects it to be there.
+        state.stateful_callbacks[name] = self.state()
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        # Comes again when a run resumes inside an epoch, which has had its relocation.
+        if not self._inside_epoch:
+            self._inside_epoch = True
+            self.relocator.relocate()
+            self._log(args, state, control)
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.relocator.record_step()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        # The Trainer does not save its running loss, so what is not reported before a checkpoint is lost to a resume.
+        if control.should_save:
+            control.should_log = True
+        return control
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        self._inside_epoch = False
+        # Makes the Trainer report the exact mean loss since its last report, before it evaluates and saves.
+        control.should_log = True
+        return control
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        # Evaluation and the final summary log as well, but no `loss`.
+        if logs is not None and "loss" in logs:
+            self.relocator.record_loss(logs["loss"], state.global_step - self._last_logged_step)
+            self._last_logged_step = state.global_step
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.relocator.finish()
+        self._log(args, state, control)
+
+    # ---- state and logs ---------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Settings and the relocator's state, JSON-able. The Trainer writes it into its checkpoints."""
+        attributes: dict[str, Any] = {}
+        if self.relocator is not None:
+            attributes["saved"] = {"relocator": self.relocator.state_dict(), "inside_epoch": self._inside_epoch}
+        return {"args": {"config": asdict(self.config)}, "attributes": attributes}
+
+    def _log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
+        """Do what `Trainer.log` does. Callbacks have no reference to the Trainer, and reporters run before callbacks,
+        so writing into the Trainer's own logs would not reach them."""
+        if not self.relocator.metrics:
+            return
+        logs: dict[str, Any] = {f"relocation/{name}": value for name, value in self.relocator.metrics.items()}
+        logs["epoch"] = state.epoch
+        state.log_history.append({**logs, "step": state.global_step})
+        if self._handler is not None:
+            self._handler.on_log(args, state, control, logs)
+
+
+def _calling_handler() -> CallbackHandler | None:
+    """The Trainer's callback handler that is calling us. No event passes it, so it is found on the call stack."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, CallbackHandler):
+            return caller
+        frame = frame.f_back
+    return None
