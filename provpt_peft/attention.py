@@ -53,12 +53,10 @@ class PromptedBlock:
         # The public setter of `_attn_implementation` writes into sub-configs, which models share.
         self.attention.config._attn_implementation_internal = IMPLEMENTATION
         self.attention.provpt_block = self
-        self._hook = block.register_forward_pre_hook(self._count_images) if family.windowed else None
-
-    @property
-    def width(self) -> int:
-        """Hidden size of the block."""
-        return resolve(self.block, self.family.norm).weight.shape[-1]
+        self.norm = resolve(block, family.norm)
+        self.width = self.norm.weight.shape[-1]
+        # The attention of a windowed family cannot tell images from windows; the norm before it sees images.
+        self._hook = self.norm.register_forward_pre_hook(self._count_images) if family.windowed else None
 
     def remove(self) -> None:
         """Take the prompts out of the block and give its attention the original config back."""
@@ -67,7 +65,7 @@ class PromptedBlock:
         if self._hook is not None:
             self._hook.remove()
 
-    def _count_images(self, block: nn.Module, args: tuple[Any, ...]) -> None:
+    def _count_images(self, norm: nn.Module, args: tuple[Any, ...]) -> None:
         self.images = args[0].shape[0]
 
     def attend(
@@ -105,8 +103,7 @@ class PromptedBlock:
 
     def project(self, prompts: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of prompts, each (1 or B, H, n, d), in the dtype of the tokens' `key` (…, H, T, d)."""
-        norm = resolve(self.block, self.family.norm)
-        normed = norm(prompts.to(norm.weight.dtype))
+        normed = self.norm(prompts.to(self.norm.weight.dtype))
         heads = (*normed.shape[:2], key.shape[1], key.shape[3])
         prompt_key, prompt_value = (
             resolve(self.block, path)(normed).view(heads).transpose(1, 2).to(key.dtype)

@@ -182,8 +182,8 @@ class ProVPTModel(BaseTuner):
         keep = adapter is None or self.peft_config[adapter].backbone_dropout
         for block in self.blocks:
             block.keep_dropout = keep
-        for module in _dropout_modules(self.model):
-            module.training = self.training and keep
+        for parent, dropout in _dropout_modules(self.model):
+            dropout.training = parent.training and keep
 
     # ---- adapters: PEFT's own functions walk the wrapped model only, the bank is on the tuner -------------------------
 
@@ -239,14 +239,46 @@ class ProVPTModel(BaseTuner):
             )
         yield
 
+    # ---- saving and loading -------------------------------------------------------------------------------------------
+
+    @classmethod
+    def _get_adapter_state_dict(
+        cls, model: nn.Module, config: ProVPTConfig, adapter_name: str, state_dict: dict[str, torch.Tensor], **kwargs: Any
+    ) -> dict[str, torch.Tensor]:
+        selected = super()._get_adapter_state_dict(
+            model=model, config=config, adapter_name=adapter_name, state_dict=state_dict, **kwargs
+        )
+        cls._check_tensors(model, adapter_name, selected)
+        return selected
+
+    @classmethod
+    def _remap_adapter_state_dict_for_load(
+        cls, model: nn.Module, config: ProVPTConfig, adapter_name: str, state_dict: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        remapped = super()._remap_adapter_state_dict_for_load(
+            model=model, config=config, adapter_name=adapter_name, state_dict=state_dict
+        )
+        cls._check_tensors(model, adapter_name, remapped)
+        return remapped
+
+    @staticmethod
+    def _check_tensors(model: nn.Module, adapter_name: str, tensors: dict[str, torch.Tensor]) -> None:
+        """Check an adapter's tensors on their way to or from a file, before any of them is written anywhere."""
+        bank = next(module for module in model.modules() if isinstance(module, PromptBank))
+        by_container = {}
+        for container in (*PromptBank.adapter_layer_names, *PromptBank.other_param_names):
+            suffix = f".{container}.{adapter_name}"
+            by_container[container] = next((t for key, t in tensors.items() if key.endswith(suffix)), None)
+        bank.check(adapter_name, by_container["provpt_prompts"], by_container["provpt_prompt_blocks"])
+
     # ---- taking it out again ------------------------------------------------------------------------------------------
 
     def unload(self) -> nn.Module:
         """Take the prompts out and return the base model as it was before."""
         for block in self.blocks:
             block.remove()
-        for module in _dropout_modules(self.model):
-            module.training = self.model.training
+        for parent, dropout in _dropout_modules(self.model):
+            dropout.training = parent.training
         return super().unload()
 
     def _refuse_merging(self, *args: Any, **kwargs: Any) -> Any:
@@ -260,12 +292,11 @@ class ProVPTModel(BaseTuner):
     unmerge_adapter = _refuse_merging
 
 
-def _dropout_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """Dropout and drop-path modules of a model, except those in modules that are trained themselves."""
-    if isinstance(model, AuxiliaryTrainingWrapper):
-        return
-    name = type(model).__name__
-    if "Dropout" in name or "DropPath" in name:
-        yield model
-    for child in model.children():
-        yield from _dropout_modules(child)
+def _dropout_modules(parent: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Parents and their dropout and drop-path modules, except in modules that are trained themselves."""
+    for child in parent.children():
+        name = type(child).__name__
+        if "Dropout" in name or "DropPath" in name:
+            yield parent, child
+        elif not isinstance(child, AuxiliaryTrainingWrapper):
+            yield from _dropout_modules(child)

@@ -140,6 +140,37 @@ class PromptBank(nn.Module, BaseTunerLayer):
         buffer[prompt] = block
         self._index(adapter_name)
 
+    def check(self, adapter_name: str, prompts: torch.Tensor | None, blocks: torch.Tensor | None) -> None:
+        """Check tensors that are to become, or are to be saved as, an adapter's prompts and their blocks.
+
+        Args:
+            adapter_name: Name of the adapter, which the bank has already.
+            prompts: Should be floating point of the bank's own shape, (N, D).
+            blocks: Should be int64 of shape (N,), each in 0 … L.
+
+        Raises:
+            ValueError: If they are not.
+        """
+        shape = (len(self.provpt_prompt_blocks[adapter_name]), max(self.widths))
+        made_for = "An adapter only fits the backbone and `num_prompts` it was made with."
+        if prompts is None or blocks is None:
+            missing = "prompts" if prompts is None else "the prompts' blocks"
+            raise ValueError(f"An adapter consists of prompts and their blocks, but {missing} are missing. Save it anew.")
+        if tuple(prompts.shape) != shape or not prompts.is_floating_point():
+            raise ValueError(
+                f"The prompts must be floating point of shape {shape} ({self.num_blocks} blocks), got {prompts.dtype} "
+                f"of shape {tuple(prompts.shape)}. {made_for}"
+            )
+        if tuple(blocks.shape) != shape[:1] or blocks.dtype != torch.int64:
+            raise ValueError(
+                f"The prompts' blocks must be int64 of shape {shape[:1]}, got {blocks.dtype} of shape "
+                f"{tuple(blocks.shape)}. {made_for}"
+            )
+        if blocks.min() < 0 or blocks.max() > self.num_blocks:
+            raise ValueError(
+                f"The prompts' blocks must be in 0 … {self.num_blocks}, got {blocks.min()} … {blocks.max()}. {made_for}"
+            )
+
     def _device_and_dtype(self) -> tuple[torch.device, torch.dtype]:
         parameter = next(self._reference[0].parameters())
         return parameter.device, parameter.dtype

@@ -78,4 +78,5 @@ class IdlenessWindow:
         total, squares, images = self.sums if sums is None else sums
         mean = total / images
         variance = (squares / images - mean.square()).clamp(min=0) * images / (images - 1)
-        return Idleness(score=mean, stderr=torch.where(images > 1, (variance / images).sqrt(), torch.nan), images=images)
+        stderr = torch.where(images > 1, (variance / images).sqrt(), torch.nan)
+        return Idleness(score=mean, stderr=stderr, images=images.clone())

@@ -1,0 +1,165 @@
+"""PPO by hand, and in toy environments."""
+
+import math
+
+import pytest
+import torch
+
+from provpt_peft import PPOConfig
+from provpt_peft.relocation.ppo import (
+    PPO,
+    Choice,
+    RewardScale,
+    advantages_and_returns,
+    allocation_state,
+    clipped_policy_loss,
+)
+from provpt_peft.relocation.serialization import from_json, to_json
+
+
+def make(num_blocks=12, seed=0, **settings):
+    return PPO(num_blocks, PPOConfig(**settings), torch.Generator().manual_seed(seed))
+
+
+def test_number_of_weights_is_the_paper_s():
+    # 0.0136 M: actor 36 * 64 + 64 * 64 + 64 * 12 = 7168, critic 36 * 64 + 64 * 64 + 64 = 6464.
+    ppo = make(12)
+    weights = [p.numel() for net in (ppo.actor, ppo.critic) for p in net.parameters() if p.dim() == 2]
+    assert sum(weights) == 13632
+
+
+def test_learning_rates_are_the_paper_s():
+    assert [group["lr"] for group in make().optimizer.param_groups] == [3e-4, 1e-3]
+
+
+def test_state_by_hand():
+    # 3 blocks. Scores summed by block: 1 + 2 = 3, 0, -3; mean 0, standard deviation sqrt(18 / 3) = sqrt(6).
+    # Counts 2, 0, 1; after pruning one from block 1: 1, 0, 1, divided by their sum: 0.5, 0, 0.5. Source: block 1.
+    # The last prompt is undistributed and has no score.
+    scores = torch.tensor([1.0, 2.0, -3.0, math.nan])
+    state = allocation_state(scores, torch.tensor([1, 1, 3, 0]), source=1, num_blocks=3)
+    root = math.sqrt(6)
+    torch.testing.assert_close(state, torch.tensor([3 / root, 0, -3 / root, 0.5, 0, 0.5, 1, 0, 0]))
+
+
+def test_state_of_equal_scores_is_finite():
+    state = allocation_state(torch.zeros(2), torch.tensor([1, 2]), source=2, num_blocks=2)
+    assert state.tolist() == [0, 0, 1, 0, 0, 1]
+
+
+def test_advantages_by_hand():
+    # Two moves, discount 1, lambda 1: returns are 1 + 2 = 3 and 2; values 0.5 and 1; advantages 2.5 and 1.
+    advantages, returns = advantages_and_returns(torch.tensor([1.0, 2.0]), torch.tensor([0.5, 1.0]), 1.0, 1.0)
+    assert advantages.tolist() == [2.5, 1.0]
+    assert returns.tolist() == [3.0, 2.0]
+    # Discount 0.5, lambda 0.5: deltas are 1 + 0.5 * 1 - 0.5 = 1 and 2 - 1 = 1; advantages 1 + 0.25 * 1 = 1.25 and 1.
+    advantages, returns = advantages_and_returns(torch.tensor([1.0, 2.0]), torch.tensor([0.5, 1.0]), 0.5, 0.5)
+    assert advantages.tolist() == [1.25, 1.0]
+    assert returns.tolist() == [1.75, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss"),
+    [
+        (1.0, 2.0, -2.0),
+        (1.1, 2.0, -2.2),
+        (1.5, 2.0, -2.4),  # clipped at 1.2
+        (0.5, 2.0, -1.0),  # the smaller one counts: not clipped
+        (1.5, -2.0, 3.0),  # the smaller one counts: not clipped
+        (0.5, -2.0, 1.6),  # clipped at 0.8
+    ],
+)
+def test_clipped_loss_by_hand(ratio, advantage, loss):
+    log_probs, old = torch.tensor([math.log(ratio)]), torch.tensor([0.0])
+    assert clipped_policy_loss(log_probs, old, torch.tensor([advantage]), 0.2).item() == pytest.approx(loss, rel=1e-5)
+
+
+def test_clipped_loss_is_a_mean_over_moves():
+    log_probs, old = torch.tensor([0.0, math.log(1.5)]), torch.zeros(2)
+    assert clipped_policy_loss(log_probs, old, torch.tensor([1.0, 2.0]), 0.2).item() == pytest.approx(-1.7, rel=1e-5)
+
+
+def test_no_gradient_beyond_the_clip():
+    log_probs = torch.tensor([math.log(1.5)], requires_grad=True)
+    clipped_policy_loss(log_probs, torch.zeros(1), torch.ones(1), 0.2).backward()
+    assert log_probs.grad.item() == 0.0
+
+
+def test_reward_scale_by_hand():
+    # Root mean squares: 3; sqrt((9 + 16) / 2).
+    scale = RewardScale()
+    assert scale(3.0) == 1.0
+    assert scale(-4.0) == pytest.approx(-4 / math.sqrt(12.5))
+    assert RewardScale()(0.0) == 0.0
+
+
+def test_update_comes_after_moves_per_update_rewards():
+    ppo = make(3, moves_per_update=2)
+    state = torch.zeros(9)
+    assert ppo.learn(state, ppo.choose(state), 1.0) == {}
+    metrics = ppo.learn(state, ppo.choose(state), -1.0)
+    assert set(metrics) == {"policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac"}
+    assert all(type(value) is float for value in metrics.values())
+    assert ppo.moves == []
+
+
+def test_first_policy_is_nearly_uniform():
+    ppo = make(12)
+    state = torch.randn(36)
+    probabilities = ppo.actor(state).softmax(dim=-1)
+    torch.testing.assert_close(probabilities, torch.full((12,), 1 / 12), atol=0.01, rtol=0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_learns_the_one_good_block(seed):
+    """Block 3 of 4 gives reward 1, the others 0, whatever the state."""
+    ppo = make(4, seed=seed)
+    states = torch.Generator().manual_seed(100 + seed)
+    for _ in range(600):
+        state = torch.randn(12, generator=states)
+        choice = ppo.choose(state)
+        ppo.learn(state, choice, float(choice.block == 3))
+    chosen = [ppo.choose(torch.randn(12, generator=states)).block for _ in range(100)]
+    assert chosen.count(3) >= 80
+
+
+def test_learning_raises_the_probability_of_what_was_rewarded():
+    ppo = make(3, moves_per_update=2)
+    state = torch.zeros(9)
+    before = ppo.actor(state).softmax(dim=-1)[1].item()
+    log_prob = math.log(before)
+    value = ppo.critic(state).item()
+    for _ in range(2):
+        ppo.learn(state, Choice(block=2, log_prob=log_prob, value=value), 1.0)
+    assert ppo.actor(state).softmax(dim=-1)[1].item() > before
+
+
+def test_draws_from_its_own_generator():
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    ppo = make()
+    state = torch.zeros(36)
+    for _ in range(4):
+        ppo.learn(state, ppo.choose(state), 1.0)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_restored_policy_goes_on_the_same():
+    def play(ppo, moves):
+        blocks = []
+        for _ in range(moves):
+            state = torch.ones(36)
+            choice = ppo.choose(state)
+            ppo.learn(state, choice, float(choice.block))
+            blocks.append(choice.block)
+        return blocks
+
+    first = make(seed=1)
+    play(first, 5)  # one move is waiting for an update
+    second = make(seed=2)
+    second.load_state_dict(from_json(to_json(first.state_dict())))
+    second.generator.set_state(first.generator.get_state())
+    assert play(second, 7) == play(first, 7)
+    for mine, theirs in zip(second.actor.parameters(), first.actor.parameters(), strict=True):
+        assert torch.equal(mine, theirs)

@@ -1,0 +1,409 @@
+"""Adapters: save, load, switch, delete, unload, bad input, dropout, checkpointing."""
+
+import copy
+import pickle
+
+import pytest
+import tiny
+import torch
+from peft import PeftModel, get_peft_model, inject_adapter_in_model
+from safetensors.torch import load_file, save_file
+
+from provpt_peft import ProVPTConfig
+
+
+def logits(model, count=2):
+    with torch.no_grad():
+        return model(pixel_values=tiny.images(count)).logits
+
+
+def trained(family="vit", **config):
+    """A prompted model whose prompts, blocks and head are unlike fresh ones, in eval mode."""
+    model = tiny.prompted(tiny.make(family), **config).eval()
+    with torch.no_grad():
+        model.base_model.prompts().normal_()
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1)
+    for prompt, block in [(0, 4), (1, 4), (5, 0)]:
+        model.base_model.move_prompt(prompt, block)
+    return model
+
+
+# ---- save and load --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("low_cpu_mem_usage", [False, True])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_saved_adapter_gives_the_same_predictions(tmp_path, family, low_cpu_mem_usage):
+    model = trained(family)
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(tiny.make(family), tmp_path, low_cpu_mem_usage=low_cpu_mem_usage)
+    assert torch.equal(logits(loaded), logits(model))
+    assert torch.equal(loaded.base_model.prompt_blocks(), model.base_model.prompt_blocks())
+    assert {tensor.device.type for tensor in loaded.state_dict().values()} == {"cpu"}
+
+
+def test_saved_tensors(tmp_path):
+    trained().save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    assert {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()} == {
+        "base_model.bank.provpt_prompts": ((12, 32), torch.float32),
+        "base_model.bank.provpt_prompt_blocks": ((12,), torch.int64),
+        "base_model.model.classifier.weight": ((3, 32), torch.float32),
+        "base_model.model.classifier.bias": ((3,), torch.float32),
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(num_hidden_layers=6), r"floating point of shape \(18, 32\) \(6 blocks\), got .* of shape \(12, 32\)"),
+        (dict(hidden_size=64), r"floating point of shape \(12, 64\) .* of shape \(12, 32\)"),
+    ],
+)
+def test_adapter_of_another_backbone_is_refused(tmp_path, change, message):
+    # Without a head, since PEFT looks at that first.
+    get_peft_model(tiny.make("vit"), ProVPTConfig(num_prompts=3)).save_pretrained(tmp_path)
+    other = tiny.make("vit", **change)
+    with pytest.raises(ValueError, match=message):
+        PeftModel.from_pretrained(other, tmp_path)
+
+
+def test_adapter_with_a_list_of_prompts_is_refused_by_another_number_of_blocks(tmp_path):
+    trained(num_prompts=[3, 3, 3, 3]).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="each of the model's 6 blocks, got 4 numbers"):
+        PeftModel.from_pretrained(tiny.make("vit", num_hidden_layers=6), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("provpt_prompts", torch.zeros(0), r"must be floating point of shape \(12, 32\)"),
+        ("provpt_prompts", torch.zeros(12, 32, dtype=torch.int64), r"must be floating point .* got torch.int64"),
+        ("provpt_prompts", None, "prompts are missing"),
+        ("provpt_prompt_blocks", torch.full((12,), 5), r"must be in 0 … 4, got 5 … 5"),
+        ("provpt_prompt_blocks", torch.full((12,), -1), r"must be in 0 … 4, got -1 … -1"),
+        ("provpt_prompt_blocks", torch.ones(11, dtype=torch.int64), r"int64 of shape \(12,\), got .*\(11,\)"),
+        ("provpt_prompt_blocks", torch.ones(12), r"int64 of shape \(12,\), got torch.float32"),
+        ("provpt_prompt_blocks", None, "the prompts' blocks are missing"),
+    ],
+)
+def test_broken_tensors_are_refused_before_anything_changes(tmp_path, name, value, message):
+    model = trained()
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(path)
+    del tensors[f"base_model.bank.{name}"]
+    if value is not None:
+        tensors[f"base_model.bank.{name}"] = value
+    save_file(tensors, path)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=message):
+        model.load_adapter(tmp_path, "default")
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[key])
+
+
+def test_empty_prompts_are_not_saved(tmp_path):
+    # What a sharded parameter looks like on a rank that does not hold it.
+    model = trained()
+    model.base_model.bank.provpt_prompts["default"].data = torch.zeros(0)
+    with pytest.raises(ValueError, match="must be floating point"):
+        model.save_pretrained(tmp_path)
+
+
+# ---- moves ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "block", "error", "message"),
+    [
+        (12, 1, IndexError, r"`prompt` must be in 0 … 11, got 12"),
+        (-1, 1, IndexError, r"`prompt` must be in 0 … 11, got -1"),
+        (0, 5, ValueError, r"`block` must be in 0 … 4, got 5"),
+        (0, -1, ValueError, r"`block` must be in 0 … 4, got -1"),
+    ],
+)
+def test_bad_moves_change_nothing(prompt, block, error, message):
+    tuner = tiny.prompted(tiny.make("vit")).base_model
+    with pytest.raises(error, match=message):
+        tuner.move_prompt(prompt, block)
+    assert tuner.prompt_distribution() == [3, 3, 3, 3]
+
+
+def test_prompt_blocks_is_a_copy():
+    tuner = tiny.prompted(tiny.make("vit")).base_model
+    tuner.prompt_blocks().zero_()
+    assert tuner.prompt_distribution() == [3, 3, 3, 3]
+
+
+def test_unknown_adapter_name():
+    tuner = tiny.prompted(tiny.make("vit")).base_model
+    with pytest.raises(ValueError, match=r"no adapter 'other'. The model has \['default'\]"):
+        tuner.move_prompt(0, 1, adapter_name="other")
+
+
+# ---- several adapters -----------------------------------------------------------------------------------------------
+
+
+def test_two_adapters_keep_their_own_prompts_blocks_and_heads():
+    model = trained()
+    first = logits(model)
+    model.add_adapter("foobar", ProVPTConfig(num_prompts=2, prompt_dropout=0.0, modules_to_save=["classifier"]))
+    assert torch.equal(logits(model), first)
+    model.set_adapter("foobar")
+    second = logits(model)
+    assert not torch.allclose(first, second)
+    assert model.base_model.prompt_distribution() == [2, 2, 2, 2]
+    assert model.base_model.prompts().requires_grad
+    assert not model.base_model.prompts("default").requires_grad
+    model.base_model.move_prompt(0, 3)
+    model.set_adapter("default")
+    assert torch.equal(logits(model), first)
+    model.delete_adapter("foobar")
+    assert torch.equal(logits(model), first)
+    assert list(model.base_model.bank.provpt_prompts) == ["default"]
+    assert list(model.base_model.bank.provpt_prompt_blocks) == ["default"]
+
+
+def test_deleting_the_active_adapter_activates_the_next_with_its_head():
+    model = trained()
+    model.add_adapter("other", ProVPTConfig(num_prompts=2, prompt_dropout=0.0, modules_to_save=["classifier"]))
+    model.set_adapter("other")
+    other = logits(model)
+    model.set_adapter("default")
+    with pytest.warns(UserWarning, match="Setting active adapter to other"):
+        model.delete_adapter("default")
+    assert model.active_adapters == ["other"]
+    assert torch.equal(logits(model), other)
+
+
+@pytest.mark.parametrize("second", [True, False])
+@pytest.mark.parametrize("first", [True, False])
+def test_loading_a_second_adapter_leaves_the_first_one_s_trainability_alone(tmp_path, first, second):
+    trained().save_pretrained(tmp_path)
+    model = PeftModel.from_pretrained(tiny.make("vit"), tmp_path, is_trainable=first)
+    before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    assert any(before.values()) == first
+    model.load_adapter(tmp_path, "other", is_trainable=second)
+    after = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    assert {name: after[name] for name in before} == before
+    assert after["base_model.bank.provpt_prompts.other"] == second
+
+
+@pytest.mark.parametrize("name", ["provpt", "pt_", "a.b"])
+def test_adapter_names_that_peft_would_confuse_are_refused(name):
+    model = tiny.make("vit")
+    with pytest.raises(ValueError, match="must not be part of the prefix 'provpt_' nor contain a dot"):
+        get_peft_model(model, ProVPTConfig(), adapter_name=name)
+
+
+def test_several_active_adapters_are_refused():
+    model = tiny.prompted(tiny.make("vit"))
+    model.add_adapter("other", ProVPTConfig())
+    with pytest.raises(ValueError, match="one active adapter at a time"):
+        model.base_model.set_adapter(["default", "other"])
+
+
+def test_mixed_batches_are_refused():
+    model = tiny.prompted(tiny.make("vit"))
+    with pytest.raises(ValueError, match="different adapters for the images of one batch"):
+        model(pixel_values=tiny.images(), adapter_names=["default", "default"])
+
+
+# ---- taking it out --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_unload_gives_the_base_model_back(family):
+    base = tiny.make(family)
+    before = logits(base)
+    keys = set(base.state_dict())
+    configs = {name: module.config for name, module in base.named_modules() if hasattr(module, "config")}
+    modules = [name for name, _ in base.named_modules()]
+    model = tiny.prompted(base)
+    model.train()
+    unloaded = model.unload()
+    assert unloaded is base
+    assert set(base.state_dict()) == keys
+    assert [name for name, _ in base.named_modules()] == modules
+    for name, module in base.named_modules():
+        assert getattr(module, "config", None) is configs.get(name)
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+        assert not hasattr(module, "provpt_block")
+    assert all(module.training for module in base.modules())
+    assert torch.equal(logits(base.eval()), before)
+
+
+def test_merging_is_refused_with_the_reason():
+    model = tiny.prompted(tiny.make("vit"))
+    for method in (model.merge_and_unload, model.merge_adapter, model.unmerge_adapter):
+        with pytest.raises(ValueError, match=r"Prompts cannot be merged.*`unload\(\)`"):
+            method()
+
+
+def test_disabling_nests_and_survives_exceptions():
+    base = tiny.make("vit")
+    plain = logits(base)
+    model = trained()
+    prompted = logits(model)
+    with pytest.raises(RuntimeError, match="inside"), model.disable_adapter():
+        assert torch.equal(logits(model), plain)
+        with model.disable_adapter():
+            assert torch.equal(logits(model), plain)
+        assert torch.equal(logits(model), plain)
+        raise RuntimeError("inside")
+    assert torch.equal(logits(model), prompted)
+
+
+def test_wrapping_twice_warns():
+    model = tiny.prompted(tiny.make("vit"))
+    with pytest.warns(UserWarning, match="for a second time"):
+        get_peft_model(model, ProVPTConfig())
+
+
+def test_direct_injection_is_refused():
+    with pytest.raises(ValueError, match="shared state"):
+        inject_adapter_in_model(ProVPTConfig(), tiny.make("vit"))
+
+
+def test_copies_are_independent():
+    model = trained()
+    before = logits(model)
+    for clone in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(logits(clone), before)
+        clone.base_model.move_prompt(2, 4)
+        with torch.no_grad():
+            clone.base_model.prompts().zero_()
+        assert not torch.allclose(logits(clone), before)
+        assert torch.equal(logits(model), before)
+
+
+# ---- attention implementations --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", ["eager", "flex_attention"])
+def test_attention_implementation_can_be_changed_later(implementation):
+    model = trained()
+    before = logits(model)
+    model.base_model.model.set_attn_implementation(implementation)
+    torch.testing.assert_close(logits(model), before, atol=1e-5, rtol=1e-5)
+
+
+def test_attention_weights_end_with_the_prompts():
+    model = trained()
+    model.base_model.model.set_attn_implementation("eager")
+    attentions = model(pixel_values=tiny.images(), output_attentions=True).attentions
+    tokens = 1 + 16
+    assert [weights.shape for weights in attentions] == [
+        (2, 4, tokens, tokens + prompts) for prompts in model.base_model.prompt_distribution()
+    ]
+    for weights in attentions:
+        torch.testing.assert_close(weights.sum(dim=-1), torch.ones(2, 4, tokens))
+
+
+def test_hidden_states_have_the_shapes_of_the_plain_model():
+    model = trained()
+    for _ in range(2):
+        hidden = model(pixel_values=tiny.images(), output_hidden_states=True).hidden_states
+        assert [tuple(state.shape) for state in hidden] == [(2, 17, 32)] * 5
+
+
+def test_flash_function_finds_its_own_name():
+    """No flash kernel on a CPU: a stand-in reads the config as transformers' flash function does."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    seen = []
+
+    def flash(module, *args, **kwargs):
+        seen.append(module.config._attn_implementation)
+        return sdpa_attention_forward(module, *args, **kwargs)
+
+    model = trained()
+    before = logits(model)
+    ALL_ATTENTION_FUNCTIONS.register("flash_stand_in", flash)
+    try:
+        model.config._attn_implementation_internal = "flash_stand_in"
+        assert torch.equal(logits(model), before)
+    finally:
+        del ALL_ATTENTION_FUNCTIONS._global_mapping["flash_stand_in"]
+    assert seen == ["flash_stand_in"] * 4
+
+
+# ---- training mode --------------------------------------------------------------------------------------------------
+
+
+def test_prompt_dropout_is_independent_for_each_image_and_off_in_eval():
+    model = tiny.prompted(tiny.make("vit"), prompt_dropout=0.5)
+    same = tiny.images(1).expand(3, -1, -1, -1)
+    model.train()
+    rows = model(pixel_values=same).logits
+    assert not torch.allclose(rows[0], rows[1])
+    assert not torch.allclose(rows[1], rows[2])
+    model.eval()
+    rows = model(pixel_values=same).logits
+    torch.testing.assert_close(rows[0], rows[1])
+
+
+def test_swin_windows_of_an_image_share_the_dropped_entries():
+    model = tiny.prompted(tiny.make("swin"), prompt_dropout=0.5).train()
+    block = model.base_model.blocks[0]
+    seen = []
+    norm = block.block.layernorm_before
+    norm.register_forward_hook(lambda module, args, output: seen.append(args[0].shape))
+    model(pixel_values=tiny.images(2))
+    # Tokens (2 images), then prompts: one set for each of the 2 images, not for each of the 32 windows.
+    assert seen == [(2, 256, 16), (2, 3, 16)]
+
+
+@pytest.mark.parametrize("family", ["vit", "swin"])
+def test_backbone_is_deterministic_in_training(family):
+    dropouts = dict(hidden_dropout_prob=0.5, attention_probs_dropout_prob=0.5)
+    base = tiny.make(family, **dropouts)
+    model = tiny.prompted(base).eval()
+    expected = logits(model)
+    assert torch.equal(logits(model.train()), expected)
+    assert all(block.training for block in tiny.blocks(model))
+
+    noisy = tiny.prompted(tiny.make(family, **dropouts), backbone_dropout=True).train()
+    assert not torch.allclose(logits(noisy), logits(noisy))
+
+
+def test_disabled_adapter_has_the_base_model_s_dropout():
+    base = tiny.make("vit", hidden_dropout_prob=0.5).train()
+    torch.manual_seed(3)
+    plain = logits(base)
+    model = tiny.prompted(base).train()
+    with model.disable_adapter():
+        torch.manual_seed(3)
+        assert torch.equal(logits(model), plain)
+    assert torch.equal(logits(model), logits(model))
+
+
+@pytest.mark.parametrize(
+    ("family", "use_reentrant"),
+    # Not Swin with reentrant checkpointing: transformers' `enable_input_require_grads` fails on its patch embeddings.
+    [("vit", False), ("vit", True), ("dinov2", False), ("dinov2", True), ("swin", False)],
+)
+def test_gradient_checkpointing_recomputes_and_agrees(family, use_reentrant):
+    def gradient(checkpointing):
+        model = tiny.prompted(tiny.make(family)).train()
+        calls = []
+        for block in tiny.blocks(model):
+            block.attention.register_forward_pre_hook(lambda *args: calls.append(1))
+        if checkpointing:
+            model.base_model.model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+            if use_reentrant:
+                model.enable_input_require_grads()
+        model(pixel_values=tiny.images(), labels=tiny.labels()).loss.backward()
+        return model.base_model.prompts().grad, len(calls) / model.base_model.num_blocks
+
+    plain, once = gradient(False)
+    recomputed, twice = gradient(True)
+    torch.testing.assert_close(recomputed, plain, atol=1e-6, rtol=1e-5)
+    assert once == 1
+    # Swin's stages are checkpointed around its blocks, so that blocks are computed up to three times.
+    assert twice == 2 if family != "swin" else 2 < twice < 3
