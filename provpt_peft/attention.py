@@ -1,8 +1,8 @@
 """Prompts inside the attention: their keys and values are appended, their tokens never exist.
 
-VPT-Deep drops a block's prompt tokens after the block, so they act on the other tokens only through the keys and values
-that the block's attention makes of them. Appending those is the same function as prepending tokens, without the cost of
-carrying the tokens through queries, output projection and MLP.
+VPT-Deep drops a block's prompt tokens after the block, so they act on the other tokens only through the keys and
+values that the block's attention makes of them. Appending those is the same function as prepending tokens, without the
+cost of carrying the tokens through queries, output projection and MLP.
 
 Legend: B images, W windows an image (1 unless the family is windowed), H heads, T tokens, n prompts of the block,
 D width, d head size.
@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .backbones import BackboneFamily, resolve
 from .prompts import PromptBank
+
 
 IMPLEMENTATION = "provpt"
 
@@ -130,7 +131,7 @@ def prompted_attention(
     Returns:
         Output (B * W, T, H, d), and the attention weights (B * W, H, T, T + n) where the implementation gives them.
     """
-    block: PromptedBlock = module.provpt_block
+    block: Any = module.provpt_block
     if block.bank.enabled_adapter is not None and not block.keep_dropout:
         kwargs["dropout"] = 0.0
     images = key.shape[0] if block.images is None else block.images
@@ -197,8 +198,8 @@ def _prompt_weights(
 ) -> torch.Tensor:
     """Attention weights on the prompts, (B * W, H, T, n), from an implementation that does not give any.
 
-    The same attention, with values that are 1 for prompts and 0 for tokens, gives each query's total weight on prompts.
-    Its split over the prompts is a softmax over them alone, since prompts have no mask.
+    The same attention, with values that are 1 for prompts and 0 for tokens, gives each query's total weight on
+    prompts. Its split over the prompts is a softmax over them alone, since prompts have no mask.
     """
     num_prompts = prompt_key.shape[2]
     indicator = torch.zeros_like(key)

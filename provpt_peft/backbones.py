@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from typing import Any
 
 from torch import nn
 
@@ -63,19 +64,15 @@ _DESCRIBE_YOUR_OWN = (
 )
 
 
-def resolve(module: nn.Module, path: str) -> nn.Module | None:
+def resolve(module: Any, path: str) -> Any:
     """The submodule at a dotted path, or None. `nn.Module.get_submodule` without the exception."""
     for name in path.split("."):
-        module = getattr(module, name, None)  # type: ignore[assignment]
-        if module is None:
-            return None
+        module = getattr(module, name, None)
     return module
 
 
 def _has_all_parts(block: nn.Module, family: BackboneFamily) -> bool:
-    return all(
-        resolve(block, path) is not None for path in (family.attention, family.norm, family.key, family.value)
-    )
+    return all(resolve(block, path) is not None for path in (family.attention, family.norm, family.key, family.value))
 
 
 def find_blocks(model: nn.Module, description: dict | None = None) -> list[tuple[str, nn.Module, BackboneFamily]]:

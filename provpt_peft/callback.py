@@ -1,4 +1,7 @@
-"""`RelocationTrainerCallback`: relocation inside the Hugging Face Trainer. Reads the clock, delegates to `Relocator`."""
+"""`RelocationTrainerCallback`: relocation inside the Hugging Face Trainer.
+
+It reads the clock and delegates to `Relocator`.
+"""
 
 from __future__ import annotations
 
@@ -50,6 +53,11 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
         """The records of all relocations, oldest first."""
         return self.relocator.history if self.relocator is not None else []
 
+    @property
+    def _running(self) -> Relocator:
+        assert self.relocator is not None  # made when training begins
+        return self.relocator
+
     # ---- events -----------------------------------------------------------------------------------------------------
 
     def on_train_begin(
@@ -57,7 +65,7 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        model: torch.nn.Module | None = None,
+        model: torch.nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
         **kwargs: Any,
     ) -> None:
@@ -87,13 +95,13 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
         # Comes again when a run resumes inside an epoch, which has had its relocation.
         if not self._inside_epoch:
             self._inside_epoch = True
-            self.relocator.relocate()
+            self._running.relocate()
             self._log(args, state, control)
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.relocator.record_step()
+        self._running.record_step()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -121,13 +129,13 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
     ) -> None:
         # Evaluation and the final summary log as well, but no `loss`.
         if logs is not None and "loss" in logs:
-            self.relocator.record_loss(logs["loss"], state.global_step - self._last_logged_step)
+            self._running.record_loss(logs["loss"], state.global_step - self._last_logged_step)
             self._last_logged_step = state.global_step
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.relocator.finish()
+        self._running.finish()
         self._log(args, state, control)
 
     # ---- state and logs ---------------------------------------------------------------------------------------------
@@ -142,9 +150,9 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
     def _log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
         """Do what `Trainer.log` does. Callbacks have no reference to the Trainer, and reporters run before callbacks,
         so writing into the Trainer's own logs would not reach them."""
-        if not self.relocator.metrics:
+        if not self._running.metrics:
             return
-        logs: dict[str, Any] = {f"relocation/{name}": value for name, value in self.relocator.metrics.items()}
+        logs: dict[str, Any] = {f"relocation/{name}": value for name, value in self._running.metrics.items()}
         logs["epoch"] = state.epoch
         state.log_history.append({**logs, "step": state.global_step})
         if self._handler is not None:

@@ -48,7 +48,8 @@ class ProVPTConfig(PeftConfig):
         default=0.1, metadata={"help": "Dropout on the prompts, independent for each image, in training only."}
     )
     backbone_dropout: bool = field(
-        default=False, metadata={"help": "Whether the frozen backbone keeps its own dropout and drop path in training."}
+        default=False,
+        metadata={"help": "Whether the frozen backbone keeps its own dropout and drop path in training."},
     )
     modules_to_save: list[str] | None = field(
         default=None, metadata={"help": "Modules to train and save with the adapter, usually the head."}

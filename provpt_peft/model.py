@@ -13,10 +13,11 @@ from peft.utils import AuxiliaryTrainingWrapper
 from torch import nn
 
 from .attention import PromptedBlock
-from .backbones import find_blocks
+from .backbones import find_blocks, resolve
 from .config import ProVPTConfig
 from .prompts import PromptBank, init_bound
 from .registration import PREFIX
+
 
 # Patch size for the bound of the initialisation where a backbone's config has none.
 _DEFAULT_PATCH_SIZE = 16
@@ -152,9 +153,9 @@ class ProVPTModel(BaseTuner):
 
     def _install(self, model: nn.Module, found: Sequence[tuple[str, nn.Module, Any]]) -> None:
         """Make the bank and hook it into the blocks."""
-        norms = [block.get_submodule(family.norm) for _, block, family in found]
+        norms = [resolve(block, family.norm) for _, block, family in found]
         widths = [norm.weight.shape[-1] for norm in norms]
-        attention_config = found[0][1].get_submodule(found[0][2].attention).config
+        attention_config = resolve(found[0][1], found[0][2].attention).config
         patch_size = getattr(attention_config, "patch_size", _DEFAULT_PATCH_SIZE)
         self.bank = PromptBank(widths, init_bound(patch_size, max(widths)), reference=norms[0])
         self.bank.train(model.training)
@@ -165,7 +166,7 @@ class ProVPTModel(BaseTuner):
     def _create_and_replace(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("PROVPT replaces no modules.")  # pragma: no cover, abstract in `BaseTuner`
 
-    # ---- the frozen backbone's dropout --------------------------------------------------------------------------------
+    # ---- the frozen backbone's dropout ------------------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> ProVPTModel:
         """Set training mode. The frozen backbone's own dropout stays off unless `backbone_dropout` is set."""
@@ -185,7 +186,7 @@ class ProVPTModel(BaseTuner):
         for parent, dropout in _dropout_modules(self.model):
             dropout.training = parent.training and keep
 
-    # ---- adapters: PEFT's own functions walk the wrapped model only, the bank is on the tuner -------------------------
+    # ---- adapters: PEFT's own functions walk the wrapped model only, the bank is on the tuner -----------------------
 
     def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:
         """Activate an adapter.
@@ -225,9 +226,7 @@ class ProVPTModel(BaseTuner):
         self._set_backbone_dropout()
 
     def _cast_adapter_dtype(self, adapter_name: str, autocast_adapter_dtype: bool = True) -> None:
-        tuners_utils.cast_adapter_dtype(
-            self, adapter_name=adapter_name, autocast_adapter_dtype=autocast_adapter_dtype
-        )
+        tuners_utils.cast_adapter_dtype(self, adapter_name=adapter_name, autocast_adapter_dtype=autocast_adapter_dtype)
 
     @contextmanager
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
@@ -239,11 +238,16 @@ class ProVPTModel(BaseTuner):
             )
         yield
 
-    # ---- saving and loading -------------------------------------------------------------------------------------------
+    # ---- saving and loading -----------------------------------------------------------------------------------------
 
     @classmethod
     def _get_adapter_state_dict(
-        cls, model: nn.Module, config: ProVPTConfig, adapter_name: str, state_dict: dict[str, torch.Tensor], **kwargs: Any
+        cls,
+        model: nn.Module,
+        config: ProVPTConfig,
+        adapter_name: str,
+        state_dict: dict[str, torch.Tensor],
+        **kwargs: Any,
     ) -> dict[str, torch.Tensor]:
         selected = super()._get_adapter_state_dict(
             model=model, config=config, adapter_name=adapter_name, state_dict=state_dict, **kwargs
@@ -271,7 +275,7 @@ class ProVPTModel(BaseTuner):
             by_container[container] = next((t for key, t in tensors.items() if key.endswith(suffix)), None)
         bank.check(adapter_name, by_container["provpt_prompts"], by_container["provpt_prompt_blocks"])
 
-    # ---- taking it out again ------------------------------------------------------------------------------------------
+    # ---- taking it out again ----------------------------------------------------------------------------------------
 
     def unload(self) -> nn.Module:
         """Take the prompts out and return the base model as it was before."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from peft.tuners._buffer_dict import BufferDict
@@ -28,9 +29,9 @@ def init_bound(patch_size: int | Sequence[int], hidden_size: int) -> float:
 class PromptBank(nn.Module, BaseTunerLayer):
     """All prompts of all PROVPT adapters of a model.
 
-    An adapter has one parameter of shape (N, D) and one int64 buffer of shape (N,) that holds the block of each prompt,
-    1 … L, or 0 for undistributed (paper, Sec. 3.1). A move writes one number into the buffer, rows stay where they
-    are, so an optimizer keeps the same parameter and checkpoints keep their shapes.
+    An adapter has one parameter of shape (N, D) and one int64 buffer of shape (N,) that holds the block of each
+    prompt, 1 … L, or 0 for undistributed (paper, Sec. 3.1). A move writes one number into the buffer, rows stay where
+    they are, so an optimizer keeps the same parameter and checkpoints keep their shapes.
 
     Args:
         widths: Hidden size of each block, in forward order. A prompt in a block of width D_i uses the first D_i
@@ -92,9 +93,8 @@ class PromptBank(nn.Module, BaseTunerLayer):
     @property
     def enabled_adapter(self) -> str | None:
         """Name of the adapter whose prompts the blocks see now, or None."""
-        if self.disable_adapters or not self.active_adapters:
-            return None
-        return self.active_adapters[0]
+        active: Any = self.active_adapters
+        return active[0] if active and not self.disable_adapters else None
 
     def rows(self, adapter_name: str, block: int) -> torch.Tensor:
         """Indices of the prompts in a block (0 … L), int64, in ascending order."""
@@ -155,7 +155,9 @@ class PromptBank(nn.Module, BaseTunerLayer):
         made_for = "An adapter only fits the backbone and `num_prompts` it was made with."
         if prompts is None or blocks is None:
             missing = "prompts" if prompts is None else "the prompts' blocks"
-            raise ValueError(f"An adapter consists of prompts and their blocks, but {missing} are missing. Save it anew.")
+            raise ValueError(
+                f"An adapter consists of prompts and their blocks, but {missing} are missing. Save it anew."
+            )
         if tuple(prompts.shape) != shape or not prompts.is_floating_point():
             raise ValueError(
                 f"The prompts must be floating point of shape {shape} ({self.num_blocks} blocks), got {prompts.dtype} "
@@ -168,7 +170,8 @@ class PromptBank(nn.Module, BaseTunerLayer):
             )
         if blocks.min() < 0 or blocks.max() > self.num_blocks:
             raise ValueError(
-                f"The prompts' blocks must be in 0 … {self.num_blocks}, got {blocks.min()} … {blocks.max()}. {made_for}"
+                f"The prompts' blocks must be in 0 … {self.num_blocks}, got {blocks.min()} … {blocks.max()}. "
+                f"{made_for}"
             )
 
     def _device_and_dtype(self) -> tuple[torch.device, torch.dtype]:

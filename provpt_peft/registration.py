@@ -6,6 +6,7 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPIN
 from peft.utils import register_peft_method
 from peft.utils.peft_types import PeftType
 
+
 NAME = "PROVPT"
 PREFIX = "provpt_"
 

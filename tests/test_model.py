@@ -249,7 +249,7 @@ def test_disabling_nests_and_survives_exceptions():
     plain = logits(base)
     model = trained()
     prompted = logits(model)
-    with pytest.raises(RuntimeError, match="inside"), model.disable_adapter():
+    with pytest.raises(RuntimeError, match="inside"), model.disable_adapter():  # noqa: PT012
         assert torch.equal(logits(model), plain)
         with model.disable_adapter():
             assert torch.equal(logits(model), plain)

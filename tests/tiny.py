@@ -1,4 +1,4 @@
-"""Tiny random models, one of each family, and their blocks. 12 images a second would be slow: these take milliseconds."""
+"""Tiny random models, one of each family, and their blocks. A step of training takes milliseconds."""
 
 from __future__ import annotations
 

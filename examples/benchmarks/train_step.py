@@ -107,8 +107,10 @@ def main() -> None:
             seconds[name].append(time.perf_counter() - start)
 
     medians = {name: statistics.median(values) for name, values in seconds.items()}
-    print(f"ViT {args.shape}, {args.image_size} px, batch {args.batch_size}, {args.num_prompts} prompts a block, "
-          f"{args.threads} threads, train mode, prompt dropout 0.1, median of {args.rounds}")
+    print(
+        f"ViT {args.shape}, {args.image_size} px, batch {args.batch_size}, {args.num_prompts} prompts a block, "
+        f"{args.threads} threads, train mode, prompt dropout 0.1, median of {args.rounds}"
+    )
     print(f"{'':24}{'ms a step':>12}{'/ frozen':>12}{'/ prepended':>14}")
     for name, median in medians.items():
         floor, oracle = medians["frozen backbone"], medians["prepended"]

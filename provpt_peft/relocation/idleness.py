@@ -60,7 +60,7 @@ class IdlenessWindow:
         """Add one optimizer step.
 
         The step's loss is a mean over its B images, so an image's share of the gradient is 1/B of the derivative of
-        its own loss. Multiplying by B puts the images of all steps on one scale, whatever the split into micro-batches.
+        its own loss. Multiplying by B puts the images of all steps on one scale, whatever the micro-batches.
 
         Args:
             moments: (3, N): for each prompt the sum over the step's images of the gradient, the sum of its square, and

@@ -57,7 +57,7 @@ def advantages_and_returns(
         Advantages (M,) and the returns that the critic learns (M,).
     """
     advantages = torch.zeros_like(rewards)
-    next_value, next_advantage = 0.0, 0.0
+    next_value = next_advantage = torch.zeros(())
     for t in reversed(range(len(rewards))):
         delta = rewards[t] + discount * next_value - values[t]
         advantages[t] = delta + discount * gae_lambda * next_advantage

@@ -205,6 +205,8 @@ class Relocator:
             return
         relocation, state, choice = self._pending.relocation, self._pending.state, self._pending.choice
         self._pending = None
+        assert relocation.loss_before is not None
+        assert relocation.idleness is not None
         relocation.loss_after = loss
         relocation.reward = relocation.loss_before - loss - relocation.idleness
         relocation.policy = self.policy.learn(state, choice, relocation.reward)
@@ -233,7 +235,7 @@ class Relocator:
             "prompt": prompt,
             "from_block": source,
             "to_block": choice.block,
-            "idleness": relocation.idleness,
+            "idleness": idleness.score[prompt].item(),
         }
         return relocation
 
@@ -272,8 +274,7 @@ class Relocator:
                 "window": self._window.sums,
                 "loss": self._loss,
                 "history": [asdict(relocation) for relocation in self.history],
-                "pending": self._pending
-                and {"state": self._pending.state, "choice": asdict(self._pending.choice)},
+                "pending": self._pending and {"state": self._pending.state, "choice": asdict(self._pending.choice)},
                 "policy": self.policy.state_dict(),
                 "generator": self.generator.get_state(),
             }

@@ -60,7 +60,7 @@ def test_significance_is_in_standard_errors(significance, stands_out):
     assert idleness.stands_out(0, significance) == stands_out
 
 
-# ---- the gate's gradient, out of a model's backward -------------------------------------------------------------------
+# ---- the gate's gradient, out of a model's backward -----------------------------------------------------------------
 
 
 def observed(model, inputs, targets, score="gate", micro_batches=1):
@@ -100,7 +100,10 @@ def test_gate_is_the_derivative_in_the_key_s_weight(family, implementation):
     inputs, targets = tiny.images(3).double(), tiny.labels(3)
     gate = observed(model, inputs, targets).score
 
-    factors = {block.attention: torch.ones(n).double() for block, n in zip(tuner.blocks, tuner.prompt_distribution(), strict=True)}
+    factors = {
+        block.attention: torch.ones(n).double()
+        for block, n in zip(tuner.blocks, tuner.prompt_distribution(), strict=True)
+    }
     ALL_ATTENTION_FUNCTIONS.register("weighted", weighted_attention(factors))
     configs = {id(block.config): block.config for block in tuner.blocks}.values()
     for config in configs:
@@ -179,7 +182,7 @@ def test_forward_without_backward_counts_for_nothing():
 
 
 def test_sign_on_a_planted_case():
-    """One prompt that hurts and one that helps, planted by training them up and down the loss; exact removal agrees."""
+    """One prompt that hurts and one that helps, planted by training up and down the loss; exact removal agrees."""
     model = tiny.prompted(tiny.make("vit"), num_prompts=1).eval()
     tuner = model.base_model
     inputs, targets = tiny.images(16), tiny.labels(16)

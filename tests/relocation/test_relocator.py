@@ -117,7 +117,7 @@ def test_not_finite_moves_nothing_and_learns_nothing(what, value):
 
 
 def test_relocating_without_a_loss_is_an_error():
-    model, optimizer, relocator = setup()
+    model, _, relocator = setup()
     model(pixel_values=tiny.images(), labels=tiny.labels()).loss.backward()
     relocator.record_step()
     with pytest.raises(RuntimeError, match=r"none was recorded. Call `record_step\(loss\)`"):
@@ -143,7 +143,9 @@ def force(relocator, block):
 
 @pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD])
 def test_a_moved_prompt_starts_from_the_mean_with_fresh_moments(optimizer_class):
-    optimizer = torch.optim.AdamW if optimizer_class is torch.optim.AdamW else lambda p, lr: torch.optim.SGD(p, lr, 0.9)
+    optimizer = (
+        torch.optim.AdamW if optimizer_class is torch.optim.AdamW else lambda p, lr: torch.optim.SGD(p, lr, 0.9)
+    )
     model, optimizer, relocator = setup(optimizer)
     train_epoch(model, optimizer, relocator)
     relocator._window.clear()

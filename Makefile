@@ -1,0 +1,39 @@
+# Everything runs in a virtual environment of its own, .venv; PYTHON picks the interpreter it is made with.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test test-all style quality clean
+
+# On Linux without a GPU the CPU build of torch comes first: a plain `torch` may bring gigabytes of CUDA.
+.venv/installed: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	if [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi > /dev/null; then \
+		$(BIN)/python -m pip install --quiet torch==2.13.0; fi
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	touch $@
+
+demo: .venv/installed
+	$(BIN)/python examples/dinov2_small.py .cache/dinov2-small
+	$(BIN)/python examples/finetune_image_classification.py \
+		--model_name_or_path .cache/dinov2-small --dataset_name digits --image_size 56 \
+		--num_prompts 5 --num_train_epochs 9 --per_device_train_batch_size 32 --per_device_eval_batch_size 128 \
+		--seed 0 --output_dir outputs/demo
+
+test: .venv/installed
+	$(BIN)/python -m pytest -n 2
+
+test-all: .venv/installed
+	$(BIN)/python -m pytest -m "slow or not slow"
+
+style: .venv/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+quality: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv outputs .cache build dist *.egg-info

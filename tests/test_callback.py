@@ -1,0 +1,317 @@
+"""A real Trainer on a tiny ViT: when relocations happen, what a resumed run does, what is logged."""
+
+import json
+import math
+from dataclasses import asdict
+
+import pytest
+import tiny
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from provpt_peft import RelocationConfig, RelocationTrainerCallback
+
+
+STEPS_AN_EPOCH = 6
+
+
+class Images(torch.utils.data.Dataset):
+    def __init__(self, count=24, seed=3):
+        self.pixel_values, self.labels = tiny.images(count, seed), tiny.labels(count, seed + 1)
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, index):
+        return {"pixel_values": self.pixel_values[index], "labels": self.labels[index]}
+
+
+def make_trainer(folder, config=None, callback=True, callbacks=(), model=None, **arguments):
+    model = tiny.prompted(tiny.make("vit"), prompt_dropout=0.1) if model is None else model
+    relocation = [RelocationTrainerCallback(config or RelocationConfig())] if callback else []
+    defaults = dict(
+        output_dir=str(folder), num_train_epochs=4, per_device_train_batch_size=4, learning_rate=1e-2,
+        save_strategy="no", report_to="none", disable_tqdm=True, seed=0, dataloader_pin_memory=False, use_cpu=True,
+    )  # fmt: skip
+    trainer = Trainer(
+        model,
+        TrainingArguments(**(defaults | arguments)),
+        train_dataset=Images(),
+        eval_dataset=Images(8, seed=5),
+        callbacks=[*relocation, *callbacks],
+    )
+    return trainer, relocation[0] if callback else None
+
+
+def trained(folder, resume_from_checkpoint=None, **settings):
+    trainer, callback = make_trainer(folder, **settings)
+    trainer.train(resume_from_checkpoint=resume_from_checkpoint)
+    return trainer, callback
+
+
+def outcome(trainer, callback):
+    """All that a resumed run has to share with an uninterrupted one."""
+    tensors = {
+        name: tensor
+        for name, tensor in trainer.model.state_dict().items()
+        if "provpt" in name or "modules_to_save" in name
+    }
+    policy = callback.relocator.policy
+    networks = {**policy.actor.state_dict(), **{f"critic.{k}": v for k, v in policy.critic.state_dict().items()}}
+    return [asdict(record) for record in callback.history], {**tensors, **networks}
+
+
+def assert_equal(resumed, expected):
+    assert resumed[0] == expected[0]
+    assert resumed[1].keys() == expected[1].keys()
+    for name, tensor in expected[1].items():
+        assert torch.equal(resumed[1][name], tensor), name
+
+
+class Watch(TrainerCallback):
+    """Notes the distribution at each event, with the step at which it came."""
+
+    def __init__(self):
+        self.events = []
+
+    def _note(self, event):
+        def on_event(args, state, control, model=None, **kwargs):
+            self.events.append((event, state.global_step, model.base_model.prompt_blocks().tolist()))
+
+        return on_event
+
+    def __getattribute__(self, name):
+        if name in ("on_step_begin", "on_evaluate", "on_save", "on_epoch_end"):
+            return self._note(name)
+        return super().__getattribute__(name)
+
+
+# ---- when -----------------------------------------------------------------------------------------------------------
+
+
+def test_moves_happen_at_the_start_of_epochs_after_the_first(tmp_path):
+    watch = Watch()
+    trainer, callback = trained(tmp_path, callbacks=[watch], eval_strategy="epoch", save_strategy="epoch")
+    assert trainer.state.global_step == 4 * STEPS_AN_EPOCH
+    assert [record.epoch for record in callback.history] == [1, 2, 3]
+    blocks = {
+        event: {step: b for e, step, b in watch.events if e == event}
+        for event in ("on_step_begin", "on_evaluate", "on_save", "on_epoch_end")
+    }
+    steps = blocks["on_step_begin"]
+    changed = [step for step in range(1, 24) if steps[step] != steps[step - 1]]
+    # A policy may choose the block that the prompt is in.
+    expected = [r.epoch * STEPS_AN_EPOCH for r in callback.history if r.block != r.from_block]
+    assert changed == expected
+    assert len(expected) >= 2
+    # What is evaluated and saved has been trained where it stands.
+    for event in ("on_evaluate", "on_save"):
+        assert list(blocks[event]) == [6, 12, 18, 24]
+        for step, distribution in blocks[event].items():
+            assert distribution == steps[step - 1]
+
+
+def test_the_last_reward_is_learned_without_a_further_move(tmp_path):
+    trainer, callback = trained(tmp_path)
+    assert all(record.reward is not None for record in callback.history)
+    blocks = tiny.prompted(tiny.make("vit")).base_model.prompt_blocks()
+    for record in callback.history:
+        blocks[record.prompt] = record.block
+    assert torch.equal(trainer.model.base_model.prompt_blocks(), blocks)
+
+
+def test_loss_is_the_trainer_s_exact_mean(tmp_path):
+    losses = []
+
+    class Recording(Trainer):
+        def training_step(self, *args, **kwargs):
+            loss = super().training_step(*args, **kwargs)
+            losses.append(loss.item())
+            return loss
+
+    model = tiny.prompted(tiny.make("vit"))
+    callback = RelocationTrainerCallback()
+    args = TrainingArguments(
+        str(tmp_path), num_train_epochs=3, per_device_train_batch_size=4, logging_steps=4, report_to="none",
+        disable_tqdm=True, save_strategy="no", dataloader_pin_memory=False, use_cpu=True,
+    )  # fmt: skip
+    Recording(model, args, train_dataset=Images(), callbacks=[callback]).train()
+    means = [sum(losses[i : i + 6]) / 6 for i in (0, 6, 12)]
+    for record, before, after in zip(callback.history, means[:-1], means[1:], strict=True):
+        assert record.loss_before == pytest.approx(before, rel=1e-6)
+        assert record.loss_after == pytest.approx(after, rel=1e-6)
+        assert record.reward == pytest.approx(before - after - record.idleness, abs=1e-6)
+
+
+def test_relocation_leaves_dropout_and_shuffling_as_they_were(tmp_path):
+    """With a score that never stands out nothing moves, and training is what it is without the callback."""
+    never = RelocationConfig(significance=1e9)
+    with_callback, callback = trained(tmp_path, config=never)
+    without, _ = trained(tmp_path, callback=False)
+    assert callback.history == []
+    assert torch.equal(with_callback.model.base_model.prompts(), without.model.base_model.prompts())
+
+
+# ---- resume ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("restore", [False, True])
+@pytest.mark.parametrize("step", [4, 8, 12, 20])
+def test_resumed_run_equals_an_uninterrupted_one(tmp_path, step, restore):
+    # Steps 4, 8 and 20 are inside an epoch; 12 ends one.
+    settings = dict(save_strategy="steps", save_steps=4, restore_callback_states_from_checkpoint=restore)
+    expected = outcome(*trained(tmp_path, **settings))
+    trainer, _ = trained(tmp_path, resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"), **settings)
+    # With `restore_callback_states_from_checkpoint` the Trainer makes an instance of its own.
+    (callback,) = (c for c in trainer.callback_handler.callbacks if isinstance(c, RelocationTrainerCallback))
+    assert_equal(outcome(trainer, callback), expected)
+
+
+def test_resume_with_gradient_accumulation(tmp_path):
+    settings = dict(save_strategy="steps", save_steps=2, gradient_accumulation_steps=2)
+    expected = outcome(*trained(tmp_path, **settings))
+    resumed = trained(tmp_path, resume_from_checkpoint=str(tmp_path / "checkpoint-4"), **settings)
+    assert_equal(outcome(*resumed), expected)
+
+
+def test_checkpoint_without_the_callback_starts_afresh_and_says_so(tmp_path, caplog):
+    trained(tmp_path, callback=False, save_strategy="steps", save_steps=6)
+    _, callback = trained(
+        tmp_path, resume_from_checkpoint=str(tmp_path / "checkpoint-6"), save_strategy="steps", save_steps=6
+    )
+    assert "written without RelocationTrainerCallback, so relocation starts afresh at step 6" in caplog.text
+    assert [record.epoch for record in callback.history] == [1, 2]
+
+
+def test_best_model_is_loaded_with_its_distribution(tmp_path):
+    class WorseAndWorse(Trainer):
+        def evaluate(self, *args, **kwargs):
+            metrics = super().evaluate(*args, **kwargs)
+            metrics["eval_loss"] = float(self.state.global_step)
+            return metrics
+
+    watch = Watch()
+    model = tiny.prompted(tiny.make("vit"))
+    callback = RelocationTrainerCallback()
+    args = TrainingArguments(
+        str(tmp_path), num_train_epochs=4, per_device_train_batch_size=4, learning_rate=1e-2, eval_strategy="epoch",
+        save_strategy="epoch", load_best_model_at_end=True, metric_for_best_model="loss", report_to="none",
+        disable_tqdm=True, dataloader_pin_memory=False, use_cpu=True,
+    )  # fmt: skip
+    trainer = WorseAndWorse(
+        model, args, train_dataset=Images(), eval_dataset=Images(8, 5), callbacks=[callback, watch]
+    )
+    trainer.train()
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-6")
+    assert any(record.block != record.from_block for record in callback.history)
+    assert model.base_model.prompt_distribution() == [3, 3, 3, 3]
+
+
+def test_training_again_starts_afresh(tmp_path):
+    trainer, callback = trained(tmp_path, num_train_epochs=2)
+    first = callback.history
+    trainer.train()
+    assert callback.history is not first
+    assert [record.epoch for record in callback.history] == [1]
+
+
+# ---- bad input ------------------------------------------------------------------------------------------------------
+
+
+def test_trainer_without_an_adapter(tmp_path):
+    trainer, _ = make_trainer(tmp_path, model=tiny.make("vit"))
+    with pytest.raises(ValueError, match="needs a model with a PROVPT adapter"):
+        trainer.train()
+
+
+def test_nan_in_one_epoch_moves_nothing_and_goes_on(tmp_path):
+    class Broken(Images):
+        calls = 0
+
+        def __getitem__(self, index):
+            item = super().__getitem__(index)
+            Broken.calls += 1
+            # The second epoch's batches; the prompts' own gradients are kept out of it below.
+            if 24 < Broken.calls <= 48:
+                item["pixel_values"] = item["pixel_values"] * math.nan
+            return item
+
+    class SkipsBadSteps(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+            for parameter in model.parameters():
+                if parameter.grad is not None and not parameter.grad.isfinite().all():
+                    parameter.grad = None
+
+    trainer, callback = make_trainer(tmp_path, callbacks=[SkipsBadSteps()])
+    trainer.train_dataset = Broken()
+    trainer.train()
+    moved = [record.epoch for record in callback.history if record.prompt is not None]
+    noted = [record for record in callback.history if record.note]
+    assert moved == [1, 3]
+    assert [record.epoch for record in noted] == [1, 2]
+    assert noted[0].reward is None
+    assert trainer.model.base_model.prompts().isfinite().all()
+
+
+# ---- what is kept and logged ----------------------------------------------------------------------------------------
+
+
+def test_state_and_history_are_json(tmp_path):
+    _, callback = make_trainer(tmp_path)
+    json.dumps(callback.state())
+    _, callback = trained(tmp_path)
+    assert json.loads(json.dumps(callback.state())) == callback.state()
+    records = [asdict(record) for record in callback.history]
+    assert json.loads(json.dumps(records, allow_nan=False)) == records
+
+
+def test_relocations_are_logged_through_the_trainer(tmp_path):
+    seen = []
+
+    class Reporter(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            seen.append((state.global_step, dict(logs)))
+
+    reporter = Reporter()
+    trainer, callback = make_trainer(tmp_path)
+    # Reporters come before callbacks.
+    trainer.callback_handler.callbacks.insert(1, reporter)
+    trainer.train()
+    reported = [(step, logs) for step, logs in seen if any(key.startswith("relocation/") for key in logs)]
+    assert [step for step, _ in reported] == [6, 12, 18, 24]
+    first, second, third, last = (logs for _, logs in reported)
+    assert first["relocation/from_block"] == callback.history[0].from_block
+    assert first["relocation/to_block"] == callback.history[0].block
+    assert first["relocation/idleness"] == callback.history[0].idleness
+    assert "relocation/reward" not in first
+    assert second["relocation/reward"] == callback.history[0].reward
+    for name in ("policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac"):
+        assert third[f"relocation/{name}"] == callback.history[1].policy[name]
+    assert set(last) == {"relocation/reward", "epoch"}
+    kept = [log for log in trainer.state.log_history if any(key.startswith("relocation/") for key in log)]
+    assert kept == [{**logs, "step": step} for step, logs in reported]
+
+
+def test_tensorboard_gets_them(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trained(tmp_path, report_to="tensorboard")
+    (events,) = tmp_path.rglob("events.out.tfevents*")
+    accumulator = EventAccumulator(str(events)).Reload()
+    assert [event.step for event in accumulator.Scalars("train/relocation/reward")] == [12, 18, 24]
+
+
+def test_evaluation_does_not_touch_the_scores(tmp_path):
+    # Without dropout: a data loader draws from the generator that dropout draws from.
+    def run(**settings):
+        return outcome(*trained(tmp_path, model=tiny.prompted(tiny.make("vit")), **settings))
+
+    assert_equal(run(eval_strategy="steps", eval_steps=2), run())
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.01, 0.0])
+def test_clipping_does_not_matter_to_the_first_move(tmp_path, max_grad_norm):
+    _, plain = trained(tmp_path, num_train_epochs=2, learning_rate=0.0)
+    _, clipped = trained(tmp_path, num_train_epochs=2, learning_rate=0.0, max_grad_norm=max_grad_norm)
+    assert clipped.history == plain.history
+    assert len(plain.history) == 1

@@ -1,0 +1,83 @@
+"""The example scripts, as a user runs them, on tiny models and a handful of images."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+from peft import PeftModel
+from PIL import Image
+from transformers import AutoModelForImageClassification, ViTImageProcessor
+
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def run(script, *arguments):
+    command = [sys.executable, str(EXAMPLES / script), *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    folder = tmp_path / "vit"
+    tiny.make("vit").save_pretrained(folder)
+    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def image_folder(tmp_path):
+    generator = np.random.default_rng(0)
+    for label in ("cat", "dog"):
+        for number in range(10):
+            path = tmp_path / "images" / label / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(generator.integers(0, 255, (20, 20, 3), dtype=np.uint8)).save(path)
+    return tmp_path / "images"
+
+
+def test_finetuning_compares_the_methods(tmp_path, checkpoint):
+    output = run(
+        "finetune_image_classification.py", "--model_name_or_path", checkpoint, "--dataset_name", "digits",
+        "--image_size", 32, "--num_prompts", 2, "--num_train_epochs", 3, "--max_train_samples", 16,
+        "--max_test_samples", 16, "--output_dir", tmp_path / "out", "--use_cpu", "true",
+    )  # fmt: skip
+    rows = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [row["method"] for row in rows] == ["linear", "vpt-deep", "pro-vpt"]
+    # Head: 32 * 10 + 10 = 330; prompts: 4 blocks * 2 * 32 = 256.
+    assert [row["trainable_parameters"] for row in rows] == [330, 586, 586]
+    assert all(0 <= row["test_accuracy"] <= 1 for row in rows)
+    assert output.count("loaded into a fresh model, gives the same predictions") == 2
+    with Image.open(tmp_path / "out" / "pro-vpt" / "distribution.png") as picture:
+        assert picture.width > 1000
+    for row in rows:
+        assert f"{row['method']:12}{row['test_accuracy']:16.4f}" in output
+
+
+def test_finetuning_on_a_folder_of_images(tmp_path, checkpoint, image_folder):
+    output = run(
+        "finetune_image_classification.py", "--model_name_or_path", checkpoint, "--image_folder", image_folder,
+        "--methods", "pro-vpt", "--num_prompts", 1, "--num_train_epochs", 2, "--output_dir", tmp_path / "out",
+        "--use_cpu", "true",
+    )  # fmt: skip
+    assert "train: 16 images, validation: 4 images, test: 4 images" in output
+    base = AutoModelForImageClassification.from_pretrained(checkpoint, num_labels=2, ignore_mismatched_sizes=True)
+    model = PeftModel.from_pretrained(base, tmp_path / "out" / "pro-vpt")
+    assert len(model.base_model.prompts()) == 4
+
+
+def test_help_explains_itself():
+    output = run("finetune_image_classification.py", "--help")
+    assert "Prompts in each block at the start" in " ".join(output.split())
+
+
+def test_train_step_benchmark():
+    output = run("benchmarks/train_step.py", "--shape", "tiny", "--image_size", 32, "--num_prompts", 2, "--rounds", 1)
+    for contender in ("frozen backbone", "appended", "appended, with scores", "prepended"):
+        assert f"\n{contender:24}" in output

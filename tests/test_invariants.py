@@ -1,0 +1,169 @@
+"""The invariants of the design, over many seeds. Those of a real Trainer run are in test_callback.py."""
+
+import copy
+import json
+from dataclasses import asdict
+
+import pytest
+import tiny
+import torch
+from prepended import prepend_prompts
+
+from provpt_peft import RelocationConfig, Relocator
+
+
+SEEDS = range(20)
+
+
+def random_distribution(generator, num_blocks):
+    counts = torch.randint(0, 5, (num_blocks,), generator=generator).tolist()
+    return counts if sum(counts) else [1] * num_blocks
+
+
+def move_at_random(tuner, generator, moves=10):
+    for _ in range(moves):
+        prompt = torch.randint(0, len(tuner.prompts()), (1,), generator=generator).item()
+        block = torch.randint(0, tuner.num_blocks + 1, (1,), generator=generator).item()
+        tuner.move_prompt(prompt, block)
+
+
+def train(model, relocator, optimizer, epochs=3, micro_batches=1, clip=None):
+    for epoch in range(epochs):
+        relocator.relocate()
+        for step in range(2):
+            seed = 10 * epoch + step
+            inputs, targets = tiny.images(8, seed), tiny.labels(8, seed)
+            total = 0.0
+            for x, y in zip(inputs.chunk(micro_batches), targets.chunk(micro_batches), strict=True):
+                loss = model(pixel_values=x, labels=y).loss / micro_batches
+                loss.backward()
+                total += loss.item()
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            relocator.record_step(total)
+            optimizer.step()
+            optimizer.zero_grad()
+    relocator.finish()
+    return relocator.history
+
+
+def fresh(seed, lr=1e-2, **adapter):
+    model = tiny.prompted(tiny.make("vit"), **adapter)
+    relocator = Relocator(model, RelocationConfig(seed=seed))
+    return model, relocator, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_1_the_budget_is_conserved(seed):
+    generator = torch.Generator().manual_seed(seed)
+    model = tiny.prompted(tiny.make("vit"), num_prompts=random_distribution(generator, 4))
+    tuner = model.base_model
+    budget = len(tuner.prompt_blocks())
+    relocator = Relocator(model, RelocationConfig(seed=seed))
+    for _ in range(30):
+        scores = torch.randn(budget, generator=generator)
+        undistributed = tuner.prompt_blocks() == 0
+        images = torch.where(undistributed, 0.0, 4.0)
+        relocator._observation.moments.grad = torch.stack([scores, scores.square(), images])
+        relocator.record_step(1.0)
+        before = tuner.prompt_blocks()
+        moves = relocator.relocate()
+        after = tuner.prompt_blocks()
+        assert len(after) == budget
+        assert after.min() >= 0
+        assert after.max() <= 4
+        assert sum(tuner.prompt_distribution()) == sum(b > 0 for b in before.tolist())
+        changed = (before != after).nonzero()[:, 0].tolist()
+        assert changed == [move.prompt for move in moves if move.block != move.from_block]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_2_without_relocation_it_is_vpt_deep(seed):
+    generator = torch.Generator().manual_seed(seed)
+    base = tiny.make("vit")
+    plain = copy.deepcopy(base)
+    model = tiny.prompted(base, num_prompts=seed % 4 + 1).eval()
+    with torch.no_grad():
+        model.base_model.prompts().normal_(generator=generator)
+        undo = prepend_prompts(tiny.blocks(plain), model.base_model.prompts(), model.base_model.prompt_blocks())
+        expected = plain(pixel_values=tiny.images(2, seed)).logits
+        undo()
+        torch.testing.assert_close(model(pixel_values=tiny.images(2, seed)).logits, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["vit", "dinov2", "swin"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_3_disabled_is_the_base_model_bit_for_bit(seed, family):
+    base = tiny.make(family)
+    with torch.no_grad():
+        expected = base(pixel_values=tiny.images(2, seed)).logits
+        model = tiny.prompted(base).eval()
+        move_at_random(model.base_model, torch.Generator().manual_seed(seed))
+        model.base_model.prompts().normal_()
+        with model.disable_adapter():
+            assert torch.equal(model(pixel_values=tiny.images(2, seed)).logits, expected)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_4_same_seed_same_history(seed):
+    histories = []
+    for _ in range(2):
+        torch.manual_seed(seed)
+        model, relocator, optimizer = fresh(seed, prompt_dropout=0.1)
+        histories.append(train(model, relocator, optimizer))
+    assert histories[0] == histories[1]
+    assert len(histories[0]) >= 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_5_relocation_draws_from_its_own_generator(seed):
+    torch.manual_seed(seed)
+    model = tiny.prompted(tiny.make("vit"))
+    torch.manual_seed(seed)
+    expected = torch.rand(5)
+    torch.manual_seed(seed)
+    relocator = Relocator(model, RelocationConfig(seed=seed))
+    for _ in range(5):
+        relocator._observation.moments.grad = torch.ones(3, 12)
+        relocator.record_step(1.0)
+        assert len(relocator.relocate()) == 1
+    relocator.finish()
+    assert torch.equal(torch.rand(5), expected)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("change", [dict(micro_batches=2), dict(micro_batches=8), dict(clip=0.01)])
+def test_6_scores_spread_and_reward_do_not_depend_on_accumulation_or_clipping(seed, change):
+    # A learning rate of 0, since clipping changes what is learned, and a policy that sees the same scores.
+    torch.manual_seed(seed)
+    plain = train(*fresh(seed, lr=0.0))
+    torch.manual_seed(seed)
+    changed = train(*fresh(seed, lr=0.0), **change)
+    assert len(plain) == len(changed) == 2
+    for one, other in zip(plain, changed, strict=True):
+        assert (one.prompt, one.from_block, one.block) == (other.prompt, other.from_block, other.block)
+        assert other.idleness == pytest.approx(one.idleness, abs=1e-5)
+        assert other.idleness_stderr == pytest.approx(one.idleness_stderr, abs=1e-5)
+        assert other.reward == pytest.approx(one.reward, abs=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_7_history_and_state_are_json(seed):
+    torch.manual_seed(seed)
+    model, relocator, optimizer = fresh(seed)
+    history = train(model, relocator, optimizer)
+    json.dumps([asdict(record) for record in history], allow_nan=False)
+    assert json.loads(json.dumps(relocator.state_dict())) == relocator.state_dict()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_moving_there_and_back_changes_nothing(seed):
+    model = tiny.prompted(tiny.make("vit")).eval()
+    tuner = model.base_model
+    with torch.no_grad():
+        before = model(pixel_values=tiny.images()).logits
+        blocks = tuner.prompt_blocks()
+        move_at_random(tuner, torch.Generator().manual_seed(seed))
+        for prompt, block in enumerate(blocks.tolist()):
+            tuner.move_prompt(prompt, block)
+        assert torch.equal(model(pixel_values=tiny.images()).logits, before)
