@@ -227,7 +227,7 @@ def draw(table: np.ndarray, history: list[Relocation], path: Path) -> None:
     over_time.set(xlabel="epoch", ylabel="block", title="Prompts in each block (arrows: relocations)")
     over_time.set_xticks(range(1, epochs + 1, max(1, epochs // 10)))
     over_time.set_yticks(range(1, blocks + 1))
-    figure.colorbar(image, ax=over_time, label="prompts")
+    figure.colorbar(image, ax=over_time, label="prompts", ticks=range(table.min(), table.max() + 1))
     last.barh(range(1, blocks + 1), table[:, -1], color="#0072B2")
     last.axvline(table[:, 0].mean(), color="black", linestyle="--", linewidth=1, label="uniform")
     last.set(xlabel="prompts", title="Learned distribution")

@@ -296,9 +296,11 @@ def test_tensorboard_gets_them(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     trained(tmp_path, report_to="tensorboard")
-    (events,) = tmp_path.rglob("events.out.tfevents*")
-    accumulator = EventAccumulator(str(events)).Reload()
-    assert [event.step for event in accumulator.Scalars("train/relocation/reward")] == [12, 18, 24]
+    # One file of scalars, one of hyper-parameters.
+    accumulators = [EventAccumulator(str(path)).Reload() for path in tmp_path.rglob("events.out.tfevents*")]
+    name = "train/relocation/reward"
+    (scalars,) = (a.Scalars(name) for a in accumulators if name in a.Tags()["scalars"])
+    assert [event.step for event in scalars] == [12, 18, 24]
 
 
 def test_evaluation_does_not_touch_the_scores(tmp_path):
