@@ -127,16 +127,15 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        # Evaluation and the final summary log as well, but no `loss`.
-        if logs is not None and "loss" in logs:
+        logs = logs or {}
+        # Evaluation logs as well, but no `loss`.
+        if "loss" in logs:
             self._running.record_loss(logs["loss"], state.global_step - self._last_logged_step)
             self._last_logged_step = state.global_step
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._running.finish()
-        self._log(args, state, control)
+        # The final summary. Reporters close their files at the next event, the end of training.
+        if "train_loss" in logs:
+            self._running.finish()
+            self._log(args, state, control)
 
     # ---- state and logs ---------------------------------------------------------------------------------------------
 
