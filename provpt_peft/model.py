@@ -118,12 +118,14 @@ class ProVPTModel(BaseTuner):
         """Add the prompts of an adapter whose config is in `self.peft_config`. Called by PEFT.
 
         Raises:
-            ValueError: If the model has no blocks that PROVPT knows, if the config does not fit the model's blocks, or
-                if the adapter's name cannot be used. The model is then as it was.
+            ValueError: If the model has no blocks that PROVPT knows or another PEFT method in it, if the config does
+                not fit the model's blocks, or if the adapter's name cannot be used. The model is then as it was.
         """
         config = self.peft_config[adapter_name]
-        self._check_adapter(adapter_name, config)
         first = "bank" not in self._modules
+        if first:
+            _check_unadapted(model)
+        self._check_adapter(model, adapter_name, config)
         found = find_blocks(model, config.backbone) if first else None
         num_blocks = len(found) if found is not None else self.num_blocks
         distribution = config.start_distribution(num_blocks)
@@ -138,11 +140,11 @@ class ProVPTModel(BaseTuner):
             parameter.requires_grad = requires_grad
         self._set_backbone_dropout()
 
-    def _check_adapter(self, adapter_name: str, config: ProVPTConfig) -> None:
-        if adapter_name in PREFIX or "." in adapter_name or not adapter_name:
+    def _check_adapter(self, model: nn.Module, adapter_name: str, config: ProVPTConfig) -> None:
+        if adapter_name in PREFIX or "." in adapter_name or adapter_name in _names_in_paths(model):
             raise ValueError(
-                f"An adapter's name must not be part of the prefix '{PREFIX}' nor contain a dot, got "
-                f"{adapter_name!r}: PEFT could not tell its tensors from others. Choose another name."
+                f"An adapter's name must not be part of the prefix '{PREFIX}', contain a dot or be the name of a "
+                f"module, got {adapter_name!r}: PEFT could not tell its tensors from others. Choose another name."
             )
         others = [other for name, other in self.peft_config.items() if name != adapter_name]
         if any(other.backbone != config.backbone for other in others):
@@ -294,6 +296,29 @@ class ProVPTModel(BaseTuner):
     merge_and_unload = _refuse_merging
     merge_adapter = _refuse_merging
     unmerge_adapter = _refuse_merging
+
+
+def _check_unadapted(model: nn.Module) -> None:
+    """A second method's tensors would be saved with ours, and a second bank would hide the first."""
+    for name, module in model.named_modules():
+        if isinstance(module, (BaseTunerLayer, PromptBank)) or hasattr(module, "provpt_block"):
+            raise ValueError(
+                "PROVPT needs a model without other adapters in it, but found "
+                f"{type(module).__name__} at {name!r}. Call `unload()` or `merge_and_unload()` first; further PROVPT "
+                "adapters are added with `add_adapter`."
+            )
+
+
+def _names_in_paths(model: nn.Module) -> set[str]:
+    """The names that occur in the paths of a model's tensors, those of its adapters aside."""
+    names = {"base_model", "model", "bank", *PromptBank.adapter_layer_names, *PromptBank.other_param_names}
+    for name, module in model.named_children():
+        names.add(name)
+        if isinstance(module, AuxiliaryTrainingWrapper):
+            names |= {"original_module", "modules_to_save"}
+        else:
+            names |= _names_in_paths(module)
+    return names
 
 
 def _dropout_modules(parent: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import tiny
 import torch
-from peft import PeftModel, get_peft_model, inject_adapter_in_model
+from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 from safetensors.torch import load_file, save_file
 
 from provpt_peft import ProVPTConfig
@@ -192,11 +192,54 @@ def test_loading_a_second_adapter_leaves_the_first_one_s_trainability_alone(tmp_
     assert after["base_model.bank.provpt_prompts.other"] == second
 
 
-@pytest.mark.parametrize("name", ["provpt", "pt_", "a.b"])
+@pytest.mark.parametrize("name", ["provpt", "pt_", "", "a.b", "classifier", "layers", "0", "bank", "provpt_prompts"])
 def test_adapter_names_that_peft_would_confuse_are_refused(name):
-    model = tiny.make("vit")
-    with pytest.raises(ValueError, match="must not be part of the prefix 'provpt_' nor contain a dot"):
-        get_peft_model(model, ProVPTConfig(), adapter_name=name)
+    # A second adapter called "classifier" would take the first one's head with it when that is saved.
+    rule = "must not be part of the prefix 'provpt_', contain a dot or be the name of a module"
+    with pytest.raises(ValueError, match=rule):
+        get_peft_model(tiny.make("vit"), ProVPTConfig(), adapter_name=name)
+    model = trained()
+    with pytest.raises(ValueError, match=rule):
+        model.add_adapter(name, ProVPTConfig())
+    assert list(model.peft_config) == ["default"]
+
+
+def test_adapters_whose_names_share_a_beginning(tmp_path):
+    model = tiny.prompted(tiny.make("vit"), adapter_name="foo")
+    model.add_adapter("foobar", ProVPTConfig(num_prompts=3, prompt_dropout=0.0, modules_to_save=["classifier"]))
+
+    def tensors():
+        return {
+            name: tensor.clone()
+            for name, tensor in model.state_dict().items()
+            if name.endswith("foobar") or "foobar." in name
+        }
+
+    before = tensors()
+    assert len(before) == 4
+    model.base_model.move_prompt(0, 4, adapter_name="foo")
+    model.save_pretrained(tmp_path, selected_adapters=["foo"])
+    assert not (tmp_path / "foobar").exists()
+    with pytest.warns(UserWarning, match="Setting active adapter to foobar"):
+        model.delete_adapter("foo")
+    after = tensors()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert after.keys() == before.keys()
+
+
+def test_head_whose_name_begins_like_our_prefix(tmp_path):
+    def make():
+        model = tiny.make("vit")
+        model.provpt_head = model.classifier
+        del model.classifier
+        return model
+
+    model = tiny.prompted(make(), modules_to_save=["provpt_head"])
+    with torch.no_grad():
+        model.base_model.model.provpt_head.modules_to_save["default"].weight.fill_(7.0)
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(make(), tmp_path)
+    assert (loaded.base_model.model.provpt_head.modules_to_save["default"].weight == 7.0).all()
 
 
 def test_several_active_adapters_are_refused():
@@ -258,10 +301,33 @@ def test_disabling_nests_and_survives_exceptions():
     assert torch.equal(logits(model), prompted)
 
 
-def test_wrapping_twice_warns():
-    model = tiny.prompted(tiny.make("vit"))
-    with pytest.warns(UserWarning, match="for a second time"):
+def test_wrapping_twice_is_refused():
+    base = tiny.make("vit")
+    model = trained()
+    before = logits(model)
+    with (
+        pytest.warns(UserWarning, match="for a second time"),
+        pytest.raises(ValueError, match="without other adapters in it, but found ViTAttention at"),
+    ):
         get_peft_model(model, ProVPTConfig())
+    assert torch.equal(logits(model), before)
+    tiny.prompted(base)
+    with pytest.raises(ValueError, match=r"but found ViTAttention at 'vit.layers.0.attention'"):
+        get_peft_model(base, ProVPTConfig())
+
+
+def test_other_methods_beside_it_are_refused():
+    lora = LoraConfig(target_modules=["q_proj"])
+    with_lora = get_peft_model(tiny.make("vit"), lora).base_model.model
+    with (
+        pytest.warns(UserWarning, match="for a second time"),
+        pytest.raises(ValueError, match=r"but found Linear at 'vit.layers.0.attention.q_proj'"),
+    ):
+        get_peft_model(with_lora, ProVPTConfig())
+    with pytest.raises(ValueError, match="Cannot combine adapters with different peft types"):
+        tiny.prompted(tiny.make("vit")).add_adapter("other", lora)
+    with pytest.raises(ValueError, match="not compatible"):
+        get_peft_model(tiny.make("vit"), ProVPTConfig(), mixed=True)
 
 
 def test_direct_injection_is_refused():
