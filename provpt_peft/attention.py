@@ -134,13 +134,15 @@ def prompted_attention(
     block: Any = module.provpt_block
     if block.bank.enabled_adapter is not None and not block.keep_dropout:
         kwargs["dropout"] = 0.0
+    observation = block.bank.observation if torch.is_grad_enabled() else None
+    if observation is not None and block.number == block.bank.num_blocks and not torch.compiler.is_compiling():
+        observation.count_batch()
     images = key.shape[0] if block.images is None else block.images
     prompts_and_rows = block.prompts(images)
     if prompts_and_rows is None:
         return block.attend(query, key, value, attention_mask, **kwargs)
     prompts, rows = prompts_and_rows
 
-    observation = block.bank.observation if torch.is_grad_enabled() else None
     if observation is not None and observation.score == "taylor":
         prompts = _ObserveVectors.apply(prompts.expand(images, -1, -1), observation.columns(rows))
     prompt_key, prompt_value = (_for_each_window(x, key.shape[0]) for x in block.project(prompts, key))

@@ -5,6 +5,7 @@ Legend: N prompts, D width of the widest block, L blocks, B images.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +14,9 @@ import torch
 from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
+
+
+logger = logging.getLogger(__name__)
 
 
 def init_bound(patch_size: int | Sequence[int], hidden_size: int) -> float:
@@ -208,9 +212,23 @@ class Observation:
         num_prompts: N.
     """
 
+    # Batches that may report without anybody reading it, before a warning says so.
+    UNREAD_BATCHES = 100
+
     def __init__(self, score: str, num_prompts: int) -> None:
         self.score = score
         self.moments = torch.zeros(3, num_prompts, requires_grad=True)
+        self._unread = 0
+
+    def count_batch(self) -> None:
+        """Notice a training batch; warn once if nobody reads what many of them report."""
+        self._unread += 1
+        if self._unread == self.UNREAD_BATCHES:
+            logger.warning(
+                "Relocation is set up but was never stepped in the last %d batches, so no prompt will move. Call "
+                "`Relocator.record_step(loss)` after each backward pass, or use `RelocationTrainerCallback`.",
+                self.UNREAD_BATCHES,
+            )
 
     def columns(self, rows: torch.Tensor) -> torch.Tensor:
         """The moments of some prompts, (3, n), on the device of their indices."""
@@ -220,5 +238,6 @@ class Observation:
 
     def take(self) -> torch.Tensor | None:
         """The moments since the last call, (3, N) float32, or None if no backward pass reported any."""
+        self._unread = 0
         moments, self.moments.grad = self.moments.grad, None
         return moments

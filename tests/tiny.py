@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 import transformers
 from peft import PeftModel, get_peft_model
@@ -10,6 +12,7 @@ from torch import nn
 from provpt_peft import ProVPTConfig
 
 
+FOLDER = Path(__file__).parent
 VIT_LIKE = dict(hidden_size=32, num_hidden_layers=4, num_attention_heads=4, image_size=32, patch_size=8, num_labels=3)
 IMAGE_SIZE = 32
 

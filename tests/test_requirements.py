@@ -1,0 +1,91 @@
+"""What users of such software run into, as far as no other file tests it. tests/README.md has the whole list."""
+
+import subprocess
+import sys
+
+import pytest
+import tiny
+import torch
+from peft import PeftModel
+from training import Images, make_trainer
+
+from provpt_peft import RelocationConfig, Relocator
+
+
+def test_other_image_sizes_with_interpolated_positions():
+    model = tiny.prompted(tiny.make("vit"))
+    with pytest.raises(ValueError, match="doesn't match model"):
+        model(pixel_values=tiny.images(size=48))
+    output = model(pixel_values=tiny.images(size=48), labels=tiny.labels(), interpolate_pos_encoding=True)
+    output.loss.backward()
+    assert (model.base_model.prompts().grad.abs().sum(dim=1) > 0).all()
+
+
+def test_other_image_sizes_in_the_trainer(tmp_path):
+    """The recipe: a collator that adds the argument to each batch."""
+
+    def collate(items):
+        return {
+            "pixel_values": torch.stack([item["pixel_values"] for item in items]),
+            "labels": torch.stack([item["labels"] for item in items]),
+            "interpolate_pos_encoding": True,
+        }
+
+    class Larger(Images):
+        def __getitem__(self, index):
+            return super().__getitem__(index) | {"pixel_values": tiny.images(1, seed=index, size=48)[0]}
+
+    trainer, callback = make_trainer(tmp_path, num_train_epochs=3)
+    trainer.train_dataset, trainer.eval_dataset = Larger(), Larger(8)
+    trainer.data_collator = collate
+    trainer.train()
+    assert len(callback.history) == 2
+    assert trainer.evaluate()["eval_loss"] > 0
+
+
+def test_eval_loss_with_the_default_label_names(tmp_path):
+    trainer, _ = make_trainer(tmp_path)
+    model = trainer.model.eval()
+    with torch.no_grad():
+        data = Images(8, seed=5)
+        expected = model(pixel_values=data.pixel_values, labels=data.labels).loss.item()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_everything_runs_without_torchvision():
+    code = (
+        "import sys; sys.modules['torchvision'] = None\n"
+        "import tiny; import provpt_peft\n"
+        "print(tiny.prompted(tiny.make('vit'))(pixel_values=tiny.images()).logits.shape[0])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tiny.FOLDER, check=True)
+    assert result.stdout.strip() == "2"
+
+
+def test_relocator_that_is_never_stepped_warns_once(caplog):
+    model = tiny.prompted(tiny.make("vit"))
+    Relocator(model, RelocationConfig())
+    for _ in range(250):
+        model(pixel_values=tiny.images(1), labels=tiny.labels(1))
+    warnings = [r.message for r in caplog.records if "never stepped" in r.message]
+    assert len(warnings) == 1
+    assert "100 batches" in warnings[0]
+    assert "record_step" in warnings[0]
+
+
+def test_relocator_that_is_stepped_does_not_warn(caplog):
+    model = tiny.prompted(tiny.make("vit"))
+    relocator = Relocator(model, RelocationConfig())
+    for _ in range(250):
+        model(pixel_values=tiny.images(1), labels=tiny.labels(1))
+        relocator.record_step(1.0)
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("classes", [2, 5])
+def test_two_adapters_with_different_numbers_of_classes_fail_at_load(tmp_path, classes):
+    tiny.prompted(tiny.make("vit", num_labels=classes)).save_pretrained(tmp_path)
+    model = tiny.prompted(tiny.make("vit"))
+    with pytest.raises(RuntimeError, match=rf"torch.Size\(\[{classes}, 32\]\).*torch.Size\(\[3, 32\]\)"):
+        model.load_adapter(tmp_path, "other")
+    assert isinstance(model, PeftModel)
