@@ -132,9 +132,12 @@ def prompted_attention(
         Output (B * W, T, H, d), and the attention weights (B * W, H, T, T + n) where the implementation gives them.
     """
     block: Any = module.provpt_block
-    if block.bank.enabled_adapter is not None and not block.keep_dropout:
+    adapter = block.bank.enabled_adapter
+    if adapter is not None and not block.keep_dropout:
         kwargs["dropout"] = 0.0
-    observation = block.bank.observation if torch.is_grad_enabled() else None
+    observation = block.bank.observation
+    if observation is not None and not (torch.is_grad_enabled() and observation.adapter_name == adapter):
+        observation = None
     if observation is not None and block.number == block.bank.num_blocks and not torch.compiler.is_compiling():
         observation.count_batch()
     images = key.shape[0] if block.images is None else block.images
@@ -239,9 +242,11 @@ class _ObserveGate(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         output, prompt_weights, prompt_value = ctx.saved_tensors
-        grad_heads = grad.transpose(1, 2)  # (B * W, H, T, d)
+        # Products with a loss scale in them overflow float16 before the gradients do.
+        wide = grad.float() if grad.dtype == torch.float16 else grad
+        grad_heads = wide.transpose(1, 2)  # (B * W, H, T, d)
         along_output = (grad_heads * output.transpose(1, 2)).sum(dim=-1, keepdim=True)  # g.o, (B * W, H, T, 1)
-        along_value = grad_heads @ prompt_value.transpose(2, 3)  # g.v_k, (B * W, H, T, n)
+        along_value = grad_heads @ prompt_value.transpose(2, 3).to(wide.dtype)  # g.v_k, (B * W, H, T, n)
         scores = (prompt_weights * (along_value - along_output)).sum(dim=(1, 2))  # (B * W, n)
         scores = scores.view(ctx.images, -1, scores.shape[-1]).sum(dim=1)
         return grad, None, None, _moments(scores), None

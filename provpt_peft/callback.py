@@ -15,6 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import CallbackHandler, ExportableState
 
 from .relocation import Relocation, RelocationConfig, Relocator
+from .relocation.parallel import refuse_wrapper
 
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,8 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
         config: When, which and where to; a dict of the same settings is accepted as well.
 
     Raises:
-        ValueError: When training begins and the model has no PROVPT adapter.
+        ValueError: When training begins, if the model has no PROVPT adapter, or if the Trainer uses `nn.DataParallel`,
+            DeepSpeed or FSDP version 1.
 
     Example:
         ```python
@@ -69,6 +71,7 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
         optimizer: torch.optim.Optimizer | None = None,
         **kwargs: Any,
     ) -> None:
+        _refuse_wrappers(args)
         self.relocator = Relocator(model, self.config, optimizer)
         self._handler = _calling_handler()
         self._last_logged_step = state.global_step
@@ -99,9 +102,17 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
             self._log(args, state, control)
 
     def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        optimizer: torch.optim.Optimizer | None = None,
+        **kwargs: Any,
     ) -> None:
-        self._running.record_step()
+        # accelerate keeps the scaler of fp16 training on its optimizer. The loss of a step that the scaler skips stays
+        # in the mean that the Trainer logs: it is finite, since only the gradients overflow.
+        scaler = getattr(optimizer, "scaler", None)
+        self._running.record_step(loss_scale=1.0 if scaler is None else scaler.get_scale())
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -156,6 +167,14 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
         state.log_history.append({**logs, "step": state.global_step})
         if self._handler is not None:
             self._handler.on_log(args, state, control, logs)
+
+
+def _refuse_wrappers(args: TrainingArguments) -> None:
+    """Refuse what the Trainer is going to wrap the model in, which it does not show to callbacks."""
+    if getattr(args, "deepspeed_plugin", None) is not None:
+        refuse_wrapper("DeepSpeedEngine")
+    if args.n_gpu > 1:
+        refuse_wrapper("DataParallel")
 
 
 def _calling_handler() -> CallbackHandler | None:

@@ -209,14 +209,16 @@ class Observation:
     Args:
         score: `"gate"`, the derivative with respect to the weight of a prompt's key in the attention, or `"taylor"`,
             Eq. 6 of the paper.
+        adapter_name: The adapter whose prompts are observed, while it is the enabled one.
         num_prompts: N.
     """
 
     # Batches that may report without anybody reading it, before a warning says so.
     UNREAD_BATCHES = 100
 
-    def __init__(self, score: str, num_prompts: int) -> None:
+    def __init__(self, score: str, adapter_name: str, num_prompts: int) -> None:
         self.score = score
+        self.adapter_name = adapter_name
         self.moments = torch.zeros(3, num_prompts, requires_grad=True)
         self._unread = 0
 

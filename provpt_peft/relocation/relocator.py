@@ -14,6 +14,7 @@ from ..model import ProVPTModel
 from ..prompts import Observation
 from .config import RelocationConfig
 from .idleness import Idleness, IdlenessWindow
+from .parallel import refuse_wrapper, reshard, whole, write_row
 from .ppo import PPO, Choice, allocation_state
 from .serialization import from_json, to_json
 
@@ -73,7 +74,8 @@ class Relocator:
         optimizer: The optimizer of the prompts. Given, the moments of a prompt that moves are reset.
 
     Raises:
-        ValueError: If the model has no PROVPT adapter.
+        ValueError: If the model has no PROVPT adapter, or is wrapped for several devices in a way that hides its
+            prompts or scores. DistributedDataParallel and FSDP version 2 are supported.
 
     Example:
         ```python
@@ -102,6 +104,9 @@ class Relocator:
                 f"Relocation needs a model with a PROVPT adapter, got {type(model).__name__}. "
                 "Wrap it first: get_peft_model(model, ProVPTConfig(...))."
             )
+        for module in model.modules():
+            refuse_wrapper(type(module).__name__)
+        self.model = model
         self.tuner = tuner
         self.config = config if config is not None else RelocationConfig()
         self.optimizer = optimizer
@@ -116,24 +121,43 @@ class Relocator:
         # Sum of the steps' losses, number of steps.
         self._loss = torch.zeros(2, dtype=torch.float64)
         self._pending: _Pending | None = None
-        self._observation = Observation(self.config.idleness, num_prompts)
+        self._observation = Observation(self.config.idleness, self.adapter_name, num_prompts)
         tuner.bank.observation = self._observation
 
     # ---- while training ---------------------------------------------------------------------------------------------
 
-    def record_step(self, loss: torch.Tensor | float | None = None) -> None:
+    def record_step(self, loss: torch.Tensor | float | None = None, *, loss_scale: float = 1.0) -> None:
         """Take in what the backward passes of one optimizer step have reported. Call it before `optimizer.step()`.
 
-        Moves nothing. Gradient accumulation, clipping and `zero_grad` do not matter to it.
+        Moves nothing. Gradient accumulation, clipping and `zero_grad` do not matter to it. A step that a gradient
+        scaler is about to skip because of an overflow counts for nothing.
 
         Args:
-            loss: The step's loss, the mean over its images. Without it, call `record_loss`.
+            loss: The step's loss, the mean over its images, not scaled. Without it, call `record_loss`.
+            loss_scale: The factor the loss was multiplied by before backward, e.g. `scaler.get_scale()`. 1.0 stands
+                for no scaler: what is not finite is then noted in `history`.
         """
         moments = self._observation.take()
+        if loss_scale != 1.0:
+            if self._overflowed(moments):
+                return
+            if moments is not None:
+                # Sums of scores, of their squares, and numbers of images.
+                powers = torch.tensor([[loss_scale], [loss_scale**2], [1.0]], dtype=torch.float64)
+                moments = moments.to("cpu", torch.float64) / powers
         if moments is not None:
             self._window.add_step(moments)
         if loss is not None:
             self.record_loss(loss.item() if isinstance(loss, torch.Tensor) else loss, steps=1)
+
+    def _overflowed(self, moments: torch.Tensor | None) -> bool:
+        """Whether a scaler skips the step. It asks the gradients, and so has this: an overflow in the head or in
+        another process leaves the moments of this process finite. Where the moments alone overflow, the step is made
+        but cannot be scored."""
+        groups = [{"params": self.tuner.parameters()}] if self.optimizer is None else self.optimizer.param_groups
+        gradients = [parameter.grad for group in groups for parameter in group["params"]]
+        # The moments last: they differ between processes, which have to gather the same gradients.
+        return any(tensor is not None and not whole(tensor.isfinite().all()) for tensor in (*gradients, moments))
 
     def record_loss(self, loss: float, steps: int) -> None:
         """Take in the mean training loss of some optimizer steps."""
@@ -253,14 +277,16 @@ class Relocator:
             block: a*, another block than the prompt's.
             residents: Indices of the prompts in that block.
         """
+        reshard(self.model)
         prompts = self.tuner.prompts(self.adapter_name)
         self.tuner.move_prompt(prompt, block, self.adapter_name)
         if len(residents) >= 2:
-            prompts[prompt] = prompts[residents.to(prompts.device)].mean(dim=0)
+            rows = whole(prompts)
+            write_row(prompts, prompt, rows[residents.to(rows.device)].mean(dim=0))
         if self.optimizer is not None:
             for moment in self.optimizer.state.get(prompts, {}).values():
                 if isinstance(moment, torch.Tensor) and moment.shape == prompts.shape:
-                    moment[prompt] = 0
+                    write_row(moment, prompt, torch.zeros_like(whole(moment)[prompt]))
 
     # ---- state ------------------------------------------------------------------------------------------------------
 

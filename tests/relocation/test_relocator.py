@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 
-from provpt_peft import PPOConfig, RelocationConfig, Relocator
+from provpt_peft import PPOConfig, ProVPTConfig, RelocationConfig, Relocator
 
 
 def setup(optimizer_class=torch.optim.AdamW, config=None, **adapter):
@@ -205,6 +205,17 @@ def test_state_of_another_adapter_is_refused():
     _, _, other = setup(num_prompts=2)
     with pytest.raises(ValueError, match="saved for 12 prompts in 4 blocks, but the model has 8 prompts in 4 blocks"):
         other.load_state_dict(relocator.state_dict())
+
+
+def test_another_adapter_s_batches_are_not_observed():
+    model, _, relocator = setup()
+    model.add_adapter("other", ProVPTConfig(num_prompts=8, prompt_dropout=0.0))
+    model.set_adapter("other")
+    model(pixel_values=tiny.images(), labels=tiny.labels()).loss.backward()
+    relocator.record_step(1.0)
+    assert relocator.relocate() == []
+    assert relocator.epoch == 0
+    assert model.base_model.prompt_distribution() == [8, 8, 8, 8]
 
 
 def test_metrics_are_plain_numbers():

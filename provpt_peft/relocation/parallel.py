@@ -1,0 +1,71 @@
+"""Models that are spread over several devices: what relocation refuses, and how it reads and writes sharded tensors.
+
+FSDP 2 is known by its methods: PyTorch before 2.6, or without distributed, has no class to compare with.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+# Wrappers that relocation cannot work through: what they do, and what to do instead. By name, since not all of them
+# are installed.
+_REFUSED_WRAPPERS = {
+    "DataParallel": (
+        # Scores are the gradient of a plain tensor, of which each replica has its own.
+        "loses the scores of its replicas (the Trainer takes it where one process has several devices)",
+        "Start a process for each device with `accelerate launch`, or set CUDA_VISIBLE_DEVICES to one device.",
+    ),
+    "FullyShardedDataParallel": (
+        "flattens the prompts into one vector with other weights",
+        "Use FSDP version 2 (`fully_shard`).",
+    ),
+    "DeepSpeedEngine": (
+        "steps on copies of the weights that a move cannot write to",
+        "Use `DistributedDataParallel` or FSDP version 2 (`fully_shard`).",
+    ),
+}
+
+
+def refuse_wrapper(name: str) -> None:
+    """Refuse a parallel wrapper that relocation cannot work through.
+
+    Args:
+        name: Name of a module's class.
+
+    Raises:
+        ValueError: If it is such a wrapper.
+    """
+    if name in _REFUSED_WRAPPERS:
+        what, instead = _REFUSED_WRAPPERS[name]
+        raise ValueError(
+            f"Relocation needs all scores and the prompts that the optimizer steps on, but got `{name}`, which "
+            f"{what}. {instead}"
+        )
+
+
+def reshard(model: nn.Module) -> None:
+    """Let the modules of a sharded model hold their shards. A forward without a backward, such as an evaluation,
+    leaves some with a gathered copy: what is written there is lost, and the optimizer does not know it."""
+    for module in model.modules():
+        if hasattr(type(module), "reshard"):
+            module.reshard()  # type: ignore[operator]
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    """The tensor, gathered if it is sharded. All processes have to call this."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def write_row(tensor: Any, row: int, values: torch.Tensor) -> None:
+    """`tensor[row] = values`. A sharded tensor cannot be indexed, so it is gathered and each process keeps its shard.
+    All processes have to call this."""
+    gathered = whole(tensor)
+    gathered[row] = values
+    if gathered is not tensor:
+        from torch.distributed.tensor import distribute_tensor
+
+        tensor.copy_(distribute_tensor(gathered, tensor.device_mesh, tensor.placements))

@@ -1,0 +1,133 @@
+"""Trains in each of the scenarios asked for and writes what came out, one JSON file a process.
+
+Run by `test_processes.py` through `accelerate launch`, and in one process by importing `train`.
+"""
+
+import inspect
+import json
+import sys
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import tiny
+import torch
+from accelerate.state import AcceleratorState, DistributedType, PartialState
+from accelerate.utils import FullyShardedDataParallelPlugin
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from provpt_peft import RelocationTrainerCallback
+
+
+SCENARIOS = {
+    "learning": dict(adapter=dict(prompt_dropout=0.1)),
+    # Nothing but the placement of prompts and the policy changes.
+    "frozen": dict(arguments=dict(learning_rate=0.0)),
+    "accumulated": dict(arguments=dict(learning_rate=0.0, gradient_accumulation_steps=2)),
+    "empty_block": dict(adapter=dict(num_prompts=[6, 6, 0, 0])),
+    # These two are to come out alike, and `sharded`.
+    "plain": dict(arguments=dict(eval_strategy="epoch")),
+    "checkpointed": dict(
+        arguments=dict(
+            eval_strategy="epoch",
+            gradient_checkpointing=True,
+            gradient_checkpointing_kwargs={"use_reentrant": False},
+        )
+    ),
+}
+# Early releases of accelerate have FSDP 1 only.
+HAS_FSDP_2 = "fsdp_version" in inspect.signature(FullyShardedDataParallelPlugin).parameters
+if HAS_FSDP_2:
+    SCENARIOS["sharded"] = dict(
+        arguments=dict(eval_strategy="epoch", fsdp=True, fsdp_config={"transformer_layer_cls_to_wrap": ["ViTLayer"]})
+    )
+
+
+class Images(torch.utils.data.Dataset):
+    """Notes which images this process has asked for."""
+
+    def __init__(self, count=24):
+        self.pixel_values, self.labels = tiny.images(count, seed=3), tiny.labels(count, seed=4)
+        self.seen = []
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, index):
+        self.seen.append(index)
+        return {"pixel_values": self.pixel_values[index], "labels": self.labels[index]}
+
+
+class Epochs(TrainerCallback):
+    """Notes the distribution with which each epoch was trained."""
+
+    def __init__(self):
+        self.distributions = []
+
+    def on_epoch_end(self, args, state, control, model=None, **kwargs):
+        self.distributions.append(model.base_model.prompt_distribution())
+
+
+def train(scenario, folder, batch_size):
+    """Four epochs of 24 images. The outcome is JSON-able."""
+    settings = SCENARIOS[scenario]
+    model = tiny.prompted(tiny.make("vit"), **settings.get("adapter", {}))
+    data, epochs, callback = Images(), Epochs(), RelocationTrainerCallback()
+    arguments = dict(num_train_epochs=4, learning_rate=1e-2, ddp_find_unused_parameters=False)
+    args = TrainingArguments(
+        str(folder), per_device_train_batch_size=batch_size, save_strategy="no", report_to="none", disable_tqdm=True,
+        seed=0, dataloader_pin_memory=False, use_cpu=True, **(arguments | settings.get("arguments", {})),
+    )  # fmt: skip
+    with fsdp_on_cpu():
+        trainer = Trainer(model, args, train_dataset=data, eval_dataset=Images(4), callbacks=[callback, epochs])
+    trainer.train()
+    # The last evaluation leaves gathered copies.
+    sharded = [module for module in trainer.model.modules() if hasattr(type(module), "reshard")]
+    for module in sharded:
+        module.reshard()
+    trainer.save_model(str(folder / "adapter"))
+    prompts = model.base_model.prompts()
+    moments = [prompts, *(m for m in trainer.optimizer.state[prompts].values() if m.shape == prompts.shape)]
+    policy = callback.relocator.policy
+    return {
+        "world_size": args.world_size,
+        "sharded_modules": len(sharded),
+        "local_shape": list((prompts.to_local() if sharded else prompts).shape),
+        "seen": data.seen,
+        "history": [asdict(record) for record in callback.history],
+        "prompt_blocks": model.base_model.prompt_blocks().tolist(),
+        "prompts": [(m.full_tensor() if sharded else m).tolist() for m in moments],
+        "policy": [p.flatten().tolist() for net in (policy.actor, policy.critic) for p in net.parameters()],
+        "distributions": epochs.distributions,
+    }
+
+
+@contextmanager
+def fsdp_on_cpu():
+    """accelerate heeds FSDP settings on accelerators only, and takes DDP on a CPU; PyTorch itself can shard there."""
+    init = AcceleratorState.__init__
+
+    def init_with_fsdp(self, *args, fsdp_plugin=None, **kwargs):
+        init(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None:
+            self.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+            self.fsdp_plugin = fsdp_plugin
+
+    AcceleratorState.__init__ = init_with_fsdp
+    try:
+        yield
+    finally:
+        AcceleratorState.__init__ = init
+
+
+def main():
+    folder, scenarios = Path(sys.argv[1]), sys.argv[2:]
+    torch.set_num_threads(1)
+    for scenario in scenarios:
+        outcome = train(scenario, folder / scenario, batch_size=4)
+        (folder / f"{scenario}-{torch.distributed.get_rank()}.json").write_text(json.dumps(outcome))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
