@@ -5,6 +5,7 @@ Importing this package registers the PEFT method `PROVPT`.
 
 from .callback import RelocationTrainerCallback
 from .config import ProVPTConfig
+from .hub import ImageClassifier, check_adapter, load_image_classifier
 from .model import ProVPTModel
 from .registration import register
 from .relocation import PPOConfig, Relocation, RelocationConfig, Relocator
@@ -14,6 +15,7 @@ from .version import __version__
 register(ProVPTConfig, ProVPTModel)
 
 __all__ = [
+    "ImageClassifier",
     "PPOConfig",
     "ProVPTConfig",
     "ProVPTModel",
@@ -22,4 +24,6 @@ __all__ = [
     "RelocationTrainerCallback",
     "Relocator",
     "__version__",
+    "check_adapter",
+    "load_image_classifier",
 ]

@@ -8,6 +8,7 @@ from typing import Any
 from peft.config import PeftConfig
 from peft.utils import PeftType
 from peft.utils.constants import DUMMY_TARGET_MODULES
+from torch import nn
 
 from .backbones import check_description
 from .version import __version__
@@ -33,6 +34,9 @@ class ProVPTConfig(PeftConfig):
         backbone (`dict`, *optional*):
             Description of a backbone that is not among the known families: the keyword arguments of
             [`~provpt_peft.backbones.BackboneFamily`].
+        id2label (`dict[int, str]`, *optional*):
+            Label names, stored so that an adapter can be loaded without knowing the data set. Filled in from an image
+            classifier's own config when the adapter is put into it.
         provpt_version (`str`, *optional*):
             The version of this package that made the config. Filled in by itself.
 
@@ -57,6 +61,10 @@ class ProVPTConfig(PeftConfig):
     backbone: dict[str, Any] | None = field(
         default=None, metadata={"help": "Description of a backbone that is not among the known families."}
     )
+    id2label: dict[int, str] | None = field(
+        default=None,
+        metadata={"help": "Label names, stored so that an adapter can be loaded without knowing the data set."},
+    )
     provpt_version: str | None = field(default=None, metadata={"help": "Version of provpt_peft that made the config."})
 
     # Prompts are found through the backbone's description, not through PEFT's name matching. Not a field: the value is
@@ -80,6 +88,8 @@ class ProVPTConfig(PeftConfig):
             )
         if self.backbone is not None:
             check_description(self.backbone)
+        if self.id2label is not None:
+            self.id2label = _with_int_keys(self.id2label)
 
     def _check_num_prompts(self) -> None:
         if isinstance(self.num_prompts, (list, tuple)):
@@ -110,6 +120,40 @@ class ProVPTConfig(PeftConfig):
                 f"{len(self.num_prompts)} numbers. An adapter only fits the backbone it was made for."
             )
         return self.num_prompts
+
+    def remember_labels(self, model: nn.Module) -> None:
+        """Take the label names of an image classifier, unless the config has some already.
+
+        Args:
+            model: The base model. One that is no image classifier has no label names worth keeping.
+        """
+        if self.id2label is None and "ForImageClassification" in type(model).__name__:
+            names: Any = getattr(getattr(model, "config", None), "id2label", None)
+            self.id2label = dict(names) if names else None
+
+    def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
+        """Write `adapter_config.json`, and bring the model card up to date where an adapter's tensors are beside it.
+
+        Args:
+            save_directory: The folder.
+            kwargs: Passed on to [`~peft.PeftConfig.save_pretrained`].
+        """
+        super().save_pretrained(save_directory, **kwargs)
+        # `PeftModel.save_pretrained` writes its card and the tensors first and the config last, so all is there now.
+        from .model_card import update_model_card
+
+        update_model_card(save_directory, self, kwargs.get("auto_mapping_dict"))
+
+
+def _with_int_keys(id2label: Any) -> dict[int, str]:
+    """JSON makes text of the keys of a dict: turn them back."""
+    try:
+        return {int(index): str(name) for index, name in id2label.items()}
+    except (AttributeError, TypeError, ValueError):
+        raise ValueError(
+            f"`id2label` must map the number of each class to its name, got {id2label!r}. "
+            "Leave it out to store the names that the model's own config has."
+        ) from None
 
 
 def _is_count(value: object) -> bool:

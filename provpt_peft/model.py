@@ -133,6 +133,7 @@ class ProVPTModel(BaseTuner):
         trainable = {} if first else {p: p.requires_grad for p in self.parameters()}
         if found is not None:
             self._install(model, found)
+        config.remember_labels(model)
         self.bank.add_adapter(adapter_name, distribution, config.prompt_dropout)
         super().inject_adapter(model, adapter_name, *args, **kwargs)
         # PEFT activates the active adapter anew with the new config's `inference_mode`.

@@ -1,0 +1,415 @@
+"""Loading a classifier from its adapter in one call, and adapter folders that are broken or hostile."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import tiny
+import torch
+import transformers
+from peft import LoraConfig, PeftModel
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+import provpt_peft
+from provpt_peft import ProVPTConfig, check_adapter, hub, load_image_classifier
+
+
+NAMES = {0: "daisy", 1: "rose", 2: "tulip"}
+PROMPTS = "base_model.bank.provpt_prompts"
+BLOCKS = "base_model.bank.provpt_prompt_blocks"
+HEAD = "base_model.model.classifier.weight"
+
+
+def save_base(folder, **config):
+    model = tiny.make("vit", **config)
+    model.save_pretrained(folder)
+    transformers.ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(folder)
+    return model
+
+
+def save_adapter(folder, base, id2label=NAMES, **config):
+    """An adapter of the base model in a folder, unlike a fresh one, with label names that the base does not have."""
+    model = transformers.AutoModelForImageClassification.from_pretrained(base)
+    if id2label is not None:
+        model.config.id2label = id2label
+    model = tiny.prompted(model, id2label=id2label, **config).eval()
+    with torch.no_grad():
+        model.base_model.prompts().normal_()
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1)
+    for prompt, block in [(0, 4), (1, 4), (5, 0)]:
+        model.base_model.move_prompt(prompt, block)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.fixture
+def base(tmp_path):
+    save_base(tmp_path / "base")
+    return tmp_path / "base"
+
+
+@pytest.fixture
+def adapter(tmp_path, base):
+    save_adapter(tmp_path / "adapter", base)
+    return tmp_path / "adapter"
+
+
+def change_tensors(folder, **changes):
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    for name, tensor in changes.items():
+        tensors.pop(name, None)
+        if tensor is not None:
+            tensors[name] = tensor
+    save_file(tensors, path)
+
+
+def change_config(folder, **changes):
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+# ---- one call -------------------------------------------------------------------------------------------------------
+
+
+def test_one_call_rebuilds_model_processor_and_labels(tmp_path, base):
+    saved = save_adapter(tmp_path / "adapter", base)
+    model, image_processor, labels = load_image_classifier(tmp_path / "adapter")
+    assert isinstance(model, PeftModel)
+    assert not any(module.training for module in model.modules())
+    assert labels == NAMES
+    assert model.base_model.prompt_distribution() == saved.base_model.prompt_distribution() == [1, 2, 3, 5]
+    image = Image.effect_noise((50, 40), 100).convert("RGB")
+    inputs = image_processor(image, return_tensors="pt")
+    assert inputs["pixel_values"].shape == (1, 3, 32, 32)
+    with torch.no_grad():
+        assert torch.equal(model(**inputs).logits, saved(**inputs).logits)
+
+
+def test_pipeline_gives_the_label_names(adapter):
+    model, image_processor, labels = load_image_classifier(adapter)
+    pipeline = transformers.pipeline("image-classification", model=model, image_processor=image_processor)
+    image = Image.effect_noise((50, 40), 100).convert("RGB")
+    with torch.no_grad():
+        probabilities = model(**image_processor(image, return_tensors="pt")).logits[0].softmax(-1).tolist()
+    results = pipeline(image)
+    assert {result["label"]: pytest.approx(result["score"]) for result in results} == {
+        labels[index]: probability for index, probability in enumerate(probabilities)
+    }
+
+
+def test_nothing_needs_torchvision(adapter):
+    code = (
+        "import sys; sys.modules['torchvision'] = None; from provpt_peft import load_image_classifier; "
+        f"print(load_image_classifier({str(adapter)!r}).labels)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(NAMES)
+
+
+def test_image_processor_of_the_adapter_comes_first(adapter):
+    transformers.ViTImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(adapter)
+    assert load_image_classifier(adapter).image_processor.size == {"height": 16, "width": 16}
+
+
+def test_a_new_number_of_classes_comes_from_the_adapter(tmp_path, base):
+    names = {0: "a", 1: "b", 2: "c", 3: "d", 4: "e"}
+    settings = dict(id2label=names, ignore_mismatched_sizes=True)
+    model = transformers.AutoModelForImageClassification.from_pretrained(base, **settings)
+    model = tiny.prompted(model, id2label=names).eval()
+    model.save_pretrained(tmp_path / "adapter")
+    loaded, _, labels = load_image_classifier(tmp_path / "adapter")
+    assert labels == names
+    with torch.no_grad():
+        assert torch.equal(loaded(tiny.images()).logits, model(tiny.images()).logits)
+
+
+def test_hub_ids_are_downloaded_and_only_the_files_that_are_read(monkeypatch, adapter):
+    asked = []
+    monkeypatch.setattr(hub, "snapshot_download", lambda *args, **kwargs: asked.append((args, kwargs)) or str(adapter))
+    assert load_image_classifier("someone/flowers", cache_dir="somewhere").labels == NAMES
+    files = ["adapter_config.json", "adapter_model.safetensors", "preprocessor_config.json"]
+    assert asked == [(("someone/flowers",), dict(allow_patterns=files, cache_dir="somewhere"))]
+
+
+def test_other_names_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"`adapter` must be a folder or a Hub id, got '.*nowhere', which is neither"):
+        load_image_classifier(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("name", [None, "", "/nowhere/vit", 5])
+def test_base_model_that_is_not_here(tmp_path, base, adapter, name):
+    change_config(adapter, base_model_name_or_path=name)
+    with pytest.raises(ValueError, match=rf"adapter_config.json: the base model .* got {name!r}. Pass .*`base_model`"):
+        load_image_classifier(adapter)
+    assert load_image_classifier(adapter, base_model=base).labels == NAMES
+
+
+# ---- labels in the config -------------------------------------------------------------------------------------------
+
+
+def test_labels_are_remembered_from_an_image_classifier_only():
+    model = tiny.make("vit")
+    model.config.id2label = NAMES
+    config = ProVPTConfig()
+    config.remember_labels(model.vit)
+    assert config.id2label is None
+    config.remember_labels(torch.nn.Linear(2, 2))
+    assert config.id2label is None
+    config.remember_labels(model)
+    assert config.id2label == NAMES
+    assert config.id2label is not model.config.id2label
+    model.config.id2label = {0: "another"}
+    config.remember_labels(model)
+    assert config.id2label == NAMES
+
+
+def test_labels_are_remembered_when_the_adapter_is_made(tmp_path):
+    model = tiny.make("vit")
+    model.config.id2label = NAMES
+    tiny.prompted(model).save_pretrained(tmp_path)
+    assert ProVPTConfig.from_pretrained(tmp_path).id2label == NAMES
+
+
+def test_labels_survive_json(tmp_path):
+    names = {index: f"class {index}" for index in range(12)}
+    ProVPTConfig(id2label=names).save_pretrained(tmp_path)
+    assert list(ProVPTConfig.from_pretrained(tmp_path).id2label.items()) == list(names.items())
+
+
+@pytest.mark.parametrize("id2label", [["daisy", "rose"], {"daisy": 0}, 3])
+def test_bad_labels_are_refused(id2label):
+    with pytest.raises(ValueError, match="`id2label` must map the number of each class to its name, got"):
+        ProVPTConfig(id2label=id2label)
+
+
+# ---- number of classes ----------------------------------------------------------------------------------------------
+
+
+def test_saved_head_and_base_model_of_different_numbers_of_classes(tmp_path, base):
+    save_adapter(tmp_path / "adapter", base, id2label=None)
+    change_config(tmp_path / "adapter", id2label=None)
+    save_base(tmp_path / "other", num_labels=5)
+    message = r"adapter_model.safetensors: .* classifier\.\w+ for 3 classes saved and 5 in '.*other'.*as `id2label`"
+    with pytest.raises(ValueError, match=message):
+        load_image_classifier(tmp_path / "adapter", base_model=tmp_path / "other")
+    assert load_image_classifier(tmp_path / "adapter", base_model=tmp_path / "other", id2label=NAMES).labels == NAMES
+
+
+def test_saved_head_and_labels_of_different_numbers_of_classes(adapter):
+    change_config(adapter, id2label={0: "a", 1: "b"})
+    message = r"adapter_model.safetensors: the head .* each of the 2 labels in .*, got .*classifier\.\w+ of shape \(3,"
+    for function in (check_adapter, load_image_classifier):
+        with pytest.raises(ValueError, match=message):
+            function(adapter)
+
+
+def test_labels_and_the_base_model_s_own_head_of_different_numbers_of_classes(tmp_path, base):
+    save_adapter(tmp_path / "adapter", base, modules_to_save=None)
+    save_base(tmp_path / "other", num_labels=5)
+    message = (
+        r"got classifier\.\w+ for 3 classes by the labels and 5 in '.*other'.* with its head in `modules_to_save`"
+    )
+    with pytest.raises(ValueError, match=message):
+        load_image_classifier(tmp_path / "adapter", base_model=tmp_path / "other")
+
+
+def test_no_head_anywhere(tmp_path, base):
+    save_adapter(tmp_path / "adapter", base, modules_to_save=None)
+    transformers.ViTModel.from_pretrained(base).save_pretrained(tmp_path / "bare")
+    with pytest.raises(ValueError, match=r"must have a head, got no \['classifier.bias', 'classifier.weight'\]"):
+        load_image_classifier(tmp_path / "adapter", base_model=tmp_path / "bare")
+
+
+def test_peft_s_own_error_leaves_a_base_model_that_unloads(adapter):
+    base = tiny.make("vit", num_labels=5)
+    with torch.no_grad():
+        before = base(tiny.images()).logits
+    model = tiny.prompted(base)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.load_adapter(adapter, "other")
+    unloaded = model.unload()
+    assert unloaded is base
+    with torch.no_grad():
+        assert torch.equal(unloaded.eval()(tiny.images()).logits, before)
+
+
+# ---- adapter folders ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "config",
+    [dict(), dict(num_prompts=[0, 5, 1, 0]), dict(modules_to_save=None), dict(id2label=None)],
+)
+def test_good_adapters_pass(tmp_path, config):
+    tiny.prompted(tiny.make("vit"), **config).save_pretrained(tmp_path)
+    assert check_adapter(tmp_path) is None
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_good_adapters_of_each_family_pass(tmp_path, family):
+    tiny.prompted(tiny.make(family), id2label=NAMES).save_pretrained(tmp_path)
+    check_adapter(str(tmp_path))
+
+
+def test_half_precision_passes(tmp_path):
+    tiny.prompted(tiny.make("vit").to(torch.bfloat16)).to(torch.bfloat16).save_pretrained(tmp_path)
+    assert load_file(tmp_path / "adapter_model.safetensors")[PROMPTS].dtype == torch.bfloat16
+    check_adapter(tmp_path)
+
+
+def write(name, content):
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def truncate(folder):
+    path = folder / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def corrupt_header(folder):
+    path = folder / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"F32"', b'"X32"', 1))
+
+
+def pickle_only(folder):
+    path = folder / "adapter_model.safetensors"
+    torch.save(load_file(path), folder / "adapter_model.bin")
+    path.unlink()
+
+
+def config_of_lora(folder):
+    LoraConfig(target_modules=["q_proj"]).save_pretrained(folder)
+
+
+def tensors(**changes):
+    return lambda folder: change_tensors(folder, **changes)
+
+
+def settings(**changes):
+    return lambda folder: change_config(folder, **changes)
+
+
+HOSTILE = {
+    "no config": (lambda folder: (folder / "adapter_config.json").unlink(), r"config.json: .* this file, got none"),
+    "config is a folder": (
+        lambda folder: (
+            (folder / "adapter_config.json").rename(folder / "x") and (folder / "adapter_config.json").mkdir()
+        ),
+        r"config.json: .* this file, got none",
+    ),
+    "empty config": (write("adapter_config.json", b""), r"config.json: the file must be JSON, got Expecting value"),
+    "cut config": (
+        write("adapter_config.json", b'{"peft_type": "PRO'),
+        r"config.json: .* JSON, got Unterminated string",
+    ),
+    "binary config": (
+        write("adapter_config.json", b"\xff\xfe\x00"),
+        r"config.json: .* must be JSON, got 'utf-8' codec",
+    ),
+    "deep config": (write("adapter_config.json", b"[" * 10**6), r"config.json: .* must be JSON, got .*recursion"),
+    "config is a list": (
+        write("adapter_config.json", b"[1]"),
+        r"config.json: `peft_type` must be 'PROVPT', got \[1\]",
+    ),
+    "no method": (write("adapter_config.json", b"{}"), r"config.json: `peft_type` must be 'PROVPT', got None"),
+    "another method": (
+        config_of_lora,
+        r"config.json: `peft_type` must be 'PROVPT', got 'LORA'. Load adapters of other",
+    ),
+    "bad setting": (settings(num_prompts=0), r"config.json: `num_prompts` must be at least 1, got 0"),
+    "setting of a wrong type": (settings(prompt_dropout="high"), r"config.json: .*not supported between"),
+    "no tensors": (
+        lambda folder: (folder / "adapter_model.safetensors").unlink(),
+        r"model.safetensors: weights are only read from this file, got none. Save the adapter anew",
+    ),
+    "pickle": (pickle_only, r"model.safetensors: .* got only adapter_model.bin, a pickle file, which can run code"),
+    "empty tensors": (write("adapter_model.safetensors", b""), r"model.safetensors: .*complete safetensors, got"),
+    "truncated tensors": (truncate, r"model.safetensors: the file must be complete safetensors, got"),
+    "corrupted tensors": (corrupt_header, r"model.safetensors: the file must be complete safetensors, got"),
+    "header longer than the file": (
+        write("adapter_model.safetensors", b"\xff" * 7 + b"\x00" + b"{}"),
+        r"model.safetensors: the file must be complete safetensors, got",
+    ),
+    "pickle under a safe name": (
+        lambda folder: torch.save({}, folder / "adapter_model.safetensors"),
+        r"model.safetensors: the file must be complete safetensors, got",
+    ),
+    "no prompts": (tensors(**{PROMPTS: None}), r"model.safetensors: .* missing: \['base_model.bank.provpt_prompts'\]"),
+    "no blocks": (tensors(**{BLOCKS: None}), r"missing: \['base_model.bank.provpt_prompt_blocks'\], surplus: \[\]"),
+    "surplus prompts": (
+        tensors(**{f"{PROMPTS}.other": torch.zeros(12, 32)}),
+        r"missing: \[\], surplus: \['base_model.bank.provpt_prompts.other'\]",
+    ),
+    "no head": (
+        tensors(**{HEAD: None, "base_model.model.classifier.bias": None}),
+        r"model.safetensors: there must be tensors of `modules_to_save` = \['classifier'\], got none",
+    ),
+    "whole-number prompts": (
+        tensors(**{PROMPTS: torch.zeros(12, 32, dtype=torch.int64)}),
+        r"prompts must be floating point of shape \(prompts, width\), got torch.int64 of shape \(12, 32\)",
+    ),
+    "flat prompts": (tensors(**{PROMPTS: torch.zeros(384)}), r"floating point .* got torch.float32 of shape \(384,\)"),
+    "zero prompts": (tensors(**{PROMPTS: torch.zeros(0, 32)}), r"got torch.float32 of shape \(0, 32\)"),
+    "zero width": (tensors(**{PROMPTS: torch.zeros(12, 0)}), r"got torch.float32 of shape \(12, 0\)"),
+    "no multiple": (
+        tensors(**{PROMPTS: torch.zeros(13, 32)}),
+        r"number of prompts must be a multiple of `num_prompts` = 3 in adapter_config.json, got 13",
+    ),
+    "another sum": (
+        settings(num_prompts=[3, 3, 3, 4]),
+        r"number of prompts must be 13, the sum of `num_prompts` = \[3, 3, 3, 4\] in adapter_config.json, got 12",
+    ),
+    "fewer blocks": (
+        tensors(**{BLOCKS: torch.ones(11, dtype=torch.int64)}),
+        r"of shape \(12,\), got .* shape \(11,\)",
+    ),
+    "fractional blocks": (
+        tensors(**{BLOCKS: torch.ones(12)}),
+        r"must be torch.int64 of shape \(12,\), got torch.float32",
+    ),
+    "narrow blocks": (
+        tensors(**{BLOCKS: torch.ones(12, dtype=torch.int32)}),
+        r"must be torch.int64 .* got torch.int32",
+    ),
+    "negative block": (tensors(**{BLOCKS: torch.arange(12) % 4 - 1}), r"blocks must be in 0 … 4, got -1 … 2"),
+    "block above the last": (tensors(**{BLOCKS: torch.arange(12) % 6}), r"blocks must be in 0 … 4, got 0 … 5"),
+    "block above the list's last": (
+        lambda folder: (
+            change_config(folder, num_prompts=[6, 6]),
+            change_tensors(folder, **{BLOCKS: torch.arange(12) % 4}),
+        ),
+        r"blocks must be in 0 … 2, got 0 … 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_broken_adapters_are_refused_before_a_model_is_touched(monkeypatch, adapter, case):
+    monkeypatch.setattr(transformers.AutoModelForImageClassification, "from_pretrained", None)
+    spoil, message = HOSTILE[case]
+    spoil(adapter)
+    for function in (check_adapter, load_image_classifier):
+        with pytest.raises(ValueError, match=rf"^{adapter}/adapter_.*{message}"):
+            function(adapter)
+
+
+def test_a_pickle_file_beside_the_tensors_is_not_read(adapter):
+    (adapter / "adapter_model.bin").write_bytes(b"not even a pickle")
+    assert load_image_classifier(adapter).labels == NAMES
+
+
+def test_settings_of_a_newer_version_are_a_warning(adapter):
+    change_config(adapter, from_the_future=1, provpt_version="99.0")
+    expected = (
+        rf"adapter_config.json: .* provpt_peft {provpt_peft.__version__} does not know .*\['from_the_future'\].*99.0"
+    )
+    for function in (check_adapter, load_image_classifier):
+        with pytest.warns(UserWarning, match=expected) as caught:
+            function(adapter)
+        # Where the user stands, and not once more by PEFT.
+        assert [w.filename for w in caught if "from_the_future" in str(w.message)] == [__file__]

@@ -1,0 +1,201 @@
+"""The model card that saving an adapter writes."""
+
+import re
+import socket
+
+import pytest
+import tiny
+import torch
+import transformers
+import yaml
+from huggingface_hub import ModelCard
+from safetensors.torch import save_file
+
+from provpt_peft import ProVPTConfig, model_card
+
+
+NAMES = {0: "daisy", 1: "rose", 2: "tulip"}
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    def refuse(*args):
+        raise AssertionError(f"asked the network for {args[1:]}")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+@pytest.fixture
+def base(tmp_path):
+    tiny.make("vit").save_pretrained(tmp_path / "base")
+    transformers.ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def prompted(base, adapter_name="default", model_class=transformers.ViTForImageClassification, **config):
+    config = dict(id2label=NAMES) | config
+    model = tiny.prompted(model_class.from_pretrained(base), adapter_name, **config)
+    for prompt, block in [(0, 4), (1, 4), (5, 0)]:
+        model.base_model.move_prompt(prompt, block)
+    return model
+
+
+def metadata(folder):
+    """The card's YAML, read without any help."""
+    _, header, _ = (folder / "README.md").read_text().split("---\n", 2)
+    return yaml.safe_load(header)
+
+
+def snippet(folder):
+    (code,) = re.findall(r"^```python\n(.*?)^```", (folder / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    return code
+
+
+def test_tags_import_and_distribution(tmp_path, base):
+    prompted(base).save_pretrained(tmp_path / "adapter")
+    text = ModelCard.load(tmp_path / "adapter" / "README.md").text
+    assert {"provpt", "peft", "visual-prompt-tuning"} <= set(metadata(tmp_path / "adapter")["tags"])
+    assert "12 prompts in a vision transformer of 4 blocks, 1 of them in no block" in text
+    assert "| block | 1 | 2 | 3 | 4 |\n| --- | --- | --- | --- | --- |\n| prompts | 1 | 2 | 3 | 5 |\n" in text
+    assert "`import provpt_peft`" in text
+    # The card of PEFT around it is whole.
+    assert text.lstrip().startswith("# Model Card for Model ID")
+    assert "### Framework versions" in text
+
+
+def test_distribution_of_a_list_counts_blocks_that_have_no_prompt(tmp_path, base):
+    model = tiny.prompted(transformers.ViTForImageClassification.from_pretrained(base), num_prompts=[4, 2, 0, 0])
+    model.save_pretrained(tmp_path / "adapter")
+    text = (tmp_path / "adapter" / "README.md").read_text()
+    assert "6 prompts in a vision transformer of 4 blocks. " in text
+    assert "| prompts | 4 | 2 | 0 | 0 |\n" in text
+
+
+@pytest.mark.parametrize("adapter_name", ["default", "flowers"])
+def test_saving_again_changes_nothing_but_the_distribution(tmp_path, base, adapter_name):
+    model = prompted(base, adapter_name)
+    folder = tmp_path if adapter_name == "default" else tmp_path / adapter_name
+    model.save_pretrained(tmp_path)
+    first = (folder / "README.md").read_bytes()
+    model.save_pretrained(tmp_path)
+    assert (folder / "README.md").read_bytes() == first
+    model.base_model.move_prompt(5, 1)
+    model.save_pretrained(tmp_path)
+    text = (folder / "README.md").read_text()
+    assert "| prompts | 2 | 2 | 3 | 5 |\n" in text
+    assert text.count("| block |") == text.count("```python") == 1
+
+
+@pytest.mark.parametrize("title", ["# My flowers\n\n", ""])
+def test_what_a_user_wrote_stays(tmp_path, base, title):
+    mine = f"{title}Trained on photos of my garden.\n\n```bash\n# no title\nls\n```\n"
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "README.md").write_text(f"---\nlicense: mit\n---\n\n{mine}")
+    model = prompted(base)
+    for _ in range(2):
+        model.save_pretrained(folder)
+    text = (folder / "README.md").read_text()
+    assert metadata(folder)["license"] == "mit"
+    assert mine.removeprefix(title) in text
+    assert text.count("| block |") == 1
+    if title:
+        assert text.index("# My flowers") < text.index("| block |") < text.index("Trained on")
+
+
+@pytest.mark.parametrize("adapter_name", ["default", "flowers"])
+def test_snippet_of_a_classifier_runs_as_printed(tmp_path, base, monkeypatch, capsys, adapter_name):
+    prompted(base, adapter_name).save_pretrained(tmp_path)
+    folder = tmp_path if adapter_name == "default" else tmp_path / adapter_name
+    monkeypatch.chdir(folder)
+    exec(snippet(folder), {})
+    assert capsys.readouterr().out.strip() in NAMES.values()
+
+
+def test_snippet_of_a_bare_model_runs_as_printed(tmp_path, base, monkeypatch):
+    bare = transformers.ViTModel.from_pretrained(base)
+    bare.save_pretrained(tmp_path / "bare")
+    model = prompted(tmp_path / "bare", model_class=transformers.ViTModel, id2label=None, modules_to_save=None).eval()
+    model.save_pretrained(tmp_path / "adapter")
+    monkeypatch.chdir(tmp_path / "adapter")
+    names = {}
+    exec(snippet(tmp_path / "adapter"), names)
+    with torch.no_grad():
+        expected = model(tiny.images()).last_hidden_state
+        assert torch.equal(names["model"](tiny.images()).last_hidden_state, expected)
+
+
+def test_base_model_that_is_unknown(tmp_path):
+    tiny.prompted(tiny.make("vit"), id2label=NAMES).save_pretrained(tmp_path)
+    assert 'load_image_classifier(".", base_model="path/to/the/base/model")' in snippet(tmp_path)
+    assert "base_model" not in metadata(tmp_path)
+    assert metadata(tmp_path)["tags"] == ["peft", "provpt", "transformers", "visual-prompt-tuning"]
+
+
+def test_base_model_of_another_library(tmp_path):
+    class Detector(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.backbone = tiny.make("vit").vit
+
+        def forward(self, pixel_values):
+            return self.backbone(pixel_values)
+
+    tiny.prompted(Detector(), modules_to_save=None).save_pretrained(tmp_path)
+    assert "base_model = ...  # the Detector that the adapter was made with" in snippet(tmp_path)
+
+
+@pytest.mark.parametrize("adapter_name", ["default", "flowers"])
+def test_a_local_base_model_leaves_no_metadata(tmp_path, base, adapter_name):
+    model = prompted(base, adapter_name)
+    for _ in range(2):
+        model.save_pretrained(tmp_path / "adapter")
+    folders = [tmp_path / "adapter"] + [tmp_path / "adapter" / adapter_name] * (adapter_name != "default")
+    for folder in folders:
+        assert str(tmp_path) not in (folder / "README.md").read_text()
+        assert metadata(folder)["library_name"] == "peft"
+        assert "base_model" not in metadata(folder)
+        assert not [tag for tag in metadata(folder)["tags"] if tag.startswith("base_model:")]
+
+
+# PEFT's own, where it may not ask the Hub for the base model's config.
+@pytest.mark.filterwarnings("ignore:Could not find a config file in someone/vit:UserWarning")
+@pytest.mark.parametrize("adapter_name", ["default", "flowers"])
+def test_a_base_model_of_the_hub_keeps_its_metadata(tmp_path, adapter_name):
+    model = tiny.make("vit")
+    model.name_or_path = model.config._name_or_path = "someone/vit"
+    tiny.prompted(model, adapter_name, id2label=NAMES).save_pretrained(tmp_path)
+    for folder in [tmp_path] + [tmp_path / adapter_name] * (adapter_name != "default"):
+        assert metadata(folder)["base_model"] == "someone/vit"
+        assert "base_model:adapter:someone/vit" in metadata(folder)["tags"]
+        assert "not from the Hub" not in (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["./vit", "../vit", "/nowhere/vit", "a/b/c", r"C:\vit", ""])
+def test_paths_are_dropped_where_they_lead_nowhere_too(name):
+    data = dict(base_model=name, tags=[f"base_model:adapter:{name}", "mine"])
+    card = ModelCard(f"---\n{yaml.safe_dump(data)}---\n")
+    assert model_card._drop_local_base_model(card)
+    assert card.data.to_dict() == {"tags": ["mine"]}
+
+
+def test_a_config_alone_writes_no_card(tmp_path):
+    above = "---\nlibrary_name: peft\nbase_model: /nowhere\n---\n"
+    (tmp_path / "README.md").write_text(above)
+    ProVPTConfig().save_pretrained(tmp_path / "alone")
+    assert sorted(path.name for path in (tmp_path / "alone").iterdir()) == ["adapter_config.json"]
+    assert (tmp_path / "README.md").read_text() == above
+
+
+def test_tensors_of_another_method_get_no_card(tmp_path):
+    save_file({"lora_A": torch.zeros(2)}, tmp_path / "adapter_model.safetensors")
+    ProVPTConfig().save_pretrained(tmp_path)
+    assert not (tmp_path / "README.md").exists()
+
+
+def test_a_readme_above_that_is_not_peft_s_is_left_alone(tmp_path, base):
+    (tmp_path / "README.md").write_text("---\nbase_model: /nowhere\n---\n# My project\n")
+    before = (tmp_path / "README.md").read_bytes()
+    prompted(base).save_pretrained(tmp_path / "adapter")
+    assert (tmp_path / "README.md").read_bytes() == before
