@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all style quality clean
+.PHONY: demo test test-all test-oldest coverage style quality clean
 
 # On Linux without a GPU the CPU build of torch comes first: a plain `torch` may bring gigabytes of CUDA.
 .venv/installed: pyproject.toml
@@ -26,6 +26,21 @@ test: .venv/installed
 test-all: .venv/installed
 	$(BIN)/python -m pytest -m "slow or not slow"
 
+# The suite with the oldest releases that pyproject.toml allows, in an environment that git and ruff do not see.
+.venv-oldest/installed: pyproject.toml tests/oldest.txt
+	$(PYTHON) -m venv .venv-oldest
+	echo '*' > .venv-oldest/.gitignore
+	.venv-oldest/bin/python -m pip install --quiet --upgrade pip
+	.venv-oldest/bin/python -m pip install --quiet --requirement tests/oldest.txt
+	.venv-oldest/bin/python -m pip install --quiet --constraint tests/oldest.txt --editable ".[test]"
+	touch $@
+
+test-oldest: .venv-oldest/installed
+	.venv-oldest/bin/python -m pytest -n 2
+
+coverage: .venv/installed
+	$(BIN)/python -m pytest --cov
+
 style: .venv/installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -36,4 +51,4 @@ quality: .venv/installed
 	$(BIN)/mypy
 
 clean:
-	rm -rf .venv outputs .cache build dist *.egg-info
+	rm -rf .venv .venv-oldest outputs .cache build dist *.egg-info

@@ -29,7 +29,6 @@ from peft import PeftModel, get_peft_model
 from PIL import Image
 from sklearn.datasets import load_digits
 from transformers import (
-    AutoImageProcessor,
     AutoModelForImageClassification,
     HfArgumentParser,
     PreTrainedModel,
@@ -37,6 +36,9 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+
+# From its own module: transformers 5.9 puts a placeholder that asks for torchvision at the top level.
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from provpt_peft import ProVPTConfig, Relocation, RelocationConfig, RelocationTrainerCallback
 

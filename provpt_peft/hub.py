@@ -72,7 +72,10 @@ def load_image_classifier(
         ```
     """
     # Slow to import, and only needed here.
-    from transformers import AutoImageProcessor, AutoModelForImageClassification
+    from transformers import AutoModelForImageClassification
+
+    # From its own module: transformers 5.9 puts a placeholder that asks for torchvision at the top level.
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
     download: dict[str, Any] = {
         name: from_pretrained_kwargs[name]

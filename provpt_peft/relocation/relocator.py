@@ -213,6 +213,8 @@ class Relocator:
                 "Relocation needs the training loss beside the scores, but none was recorded. "
                 "Call `record_step(loss)`, or `record_loss` before `relocate`."
             )
+        # A prompt that was undistributed by hand since it was scored is in no block that it could be pruned from.
+        moments[:, self.tuner.prompt_blocks(self.adapter_name).cpu() == 0] = 0.0
         return self._window.scores(moments), loss_sum / steps
 
     def _note_not_finite(self) -> None:
