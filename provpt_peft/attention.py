@@ -62,7 +62,7 @@ class PromptedBlock:
     def remove(self) -> None:
         """Take the prompts out of the block and give its attention the original config back."""
         self.attention.config = self.config
-        del self.attention.provpt_block
+        self.attention.__dict__.pop("provpt_block", None)
         if self._hook is not None:
             self._hook.remove()
 
@@ -160,7 +160,8 @@ def prompted_attention(
     output, weights = block.attend(query, key, value, attention_mask, **kwargs)
 
     if observation is not None and observation.score == "gate":
-        if weights is None:
+        # Flex gives the logarithm of the weights' sum, (B * W, H, T), in their place.
+        if weights is None or weights.dim() != 4:
             prompt_weights = _prompt_weights(block, query, key, prompt_key, attention_mask, **kwargs)
         else:
             prompt_weights = weights[..., -len(rows) :].detach()
@@ -187,9 +188,8 @@ def _dense_mask(attention_mask: Any, query: torch.Tensor, key: torch.Tensor) -> 
     """
     if isinstance(attention_mask, torch.Tensor):
         return attention_mask[:, None, None, :].bool()
-    return create_mask(
-        attention_mask.mask_mod, key.shape[0], key.shape[1], query.shape[2], key.shape[2], device=key.device
-    )
+    batch, heads = attention_mask.shape[:2]  # 1 where a mask is the same for all heads
+    return create_mask(attention_mask.mask_mod, batch, heads, query.shape[2], key.shape[2], device=key.device)
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, ExportableState
+from transformers.trainer_utils import SaveStrategy
 
 from .relocation import Relocation, RelocationConfig, Relocator
 from .relocation.parallel import refuse_wrapper
@@ -118,7 +119,8 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         # The Trainer does not save its running loss, so what is not reported before a checkpoint is lost to a resume.
-        if control.should_save:
+        # With `save_strategy="best"` it decides to save after it has evaluated.
+        if control.should_save or (control.should_evaluate and args.save_strategy == SaveStrategy.BEST):
             control.should_log = True
         return control
 

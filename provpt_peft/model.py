@@ -135,7 +135,13 @@ class ProVPTModel(BaseTuner):
             self._install(model, found)
         config.remember_labels(model)
         self.bank.add_adapter(adapter_name, distribution, config.prompt_dropout)
-        super().inject_adapter(model, adapter_name, *args, **kwargs)
+        try:
+            super().inject_adapter(model, adapter_name, *args, **kwargs)
+        except Exception:
+            self.bank.delete_adapter(adapter_name)
+            if first:
+                self._remove_blocks()
+            raise
         # PEFT activates the active adapter anew with the new config's `inference_mode`.
         for parameter, requires_grad in trainable.items():
             parameter.requires_grad = requires_grad
@@ -146,6 +152,13 @@ class ProVPTModel(BaseTuner):
             raise ValueError(
                 f"An adapter's name must not be part of the prefix '{PREFIX}', contain a dot or be the name of a "
                 f"module, got {adapter_name!r}: PEFT could not tell its tensors from others. Choose another name."
+            )
+        names = [name for name, _ in model.named_modules()]
+        missing = [m for m in config.modules_to_save or () if not any(name.endswith(m) for name in names)]
+        if missing:
+            raise ValueError(
+                f"`modules_to_save` must name modules of the {type(model).__name__}, but it has none that ends with "
+                f"{missing}. Its last module is {names[-1]!r}; look at print(model) for the head's name."
             )
         others = [other for name, other in self.peft_config.items() if name != adapter_name]
         if any(other.backbone != config.backbone for other in others):
@@ -281,17 +294,23 @@ class ProVPTModel(BaseTuner):
     # ---- taking it out again ----------------------------------------------------------------------------------------
 
     def unload(self) -> nn.Module:
-        """Take the prompts out and return the base model as it was before."""
-        for block in self.blocks:
-            block.remove()
+        """Take the prompts out and return the base model.
+
+        As in PEFT, modules of `modules_to_save` are the active adapter's, and what was frozen stays frozen.
+        """
+        self._remove_blocks()
         for parent, dropout in _dropout_modules(self.model):
             dropout.training = parent.training
         return super().unload()
 
+    def _remove_blocks(self) -> None:
+        for block in self.blocks:
+            block.remove()
+
     def _refuse_merging(self, *args: Any, **kwargs: Any) -> Any:
         raise ValueError(
             "Prompts cannot be merged: they are extra inputs of the attention, not a change of its weights. "
-            "Keep the adapter (`save_pretrained`), or call `unload()` for the base model without it."
+            "Keep the adapter (`save_pretrained`), or call `unload()` for the base model without prompts."
         )
 
     merge_and_unload = _refuse_merging

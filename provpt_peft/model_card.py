@@ -77,7 +77,9 @@ def update_model_card(
     card.save(path)
 
     above = folder.absolute().parent / _CARD_NAME
-    # Only a card that PEFT wrote.
+    # Only a card that PEFT wrote, and not that of another adapter.
+    if (above.parent / SAFETENSORS_WEIGHTS_NAME).is_file():
+        return
     if above.is_file() and "library_name: peft" in above.read_text(encoding="utf-8", errors="replace"):
         card = ModelCard.load(above)
         if _drop_local_base_model(card):

@@ -93,6 +93,8 @@ class PromptBank(nn.Module, BaseTunerLayer):
         super().delete_adapter(adapter_name)
         self.dropout.pop(adapter_name, None)
         self._rows.pop(adapter_name, None)
+        if self.observation is not None and self.observation.adapter_name == adapter_name:
+            self.observation = None
 
     @property
     def enabled_adapter(self) -> str | None:

@@ -61,3 +61,18 @@ def test_same_function_as_prepended_tokens(family, distribution, implementation)
         oracle = run(plain, tiny.images(), oracle_prompts)
         undo()
         assert_same(ours, oracle)
+
+
+@pytest.mark.parametrize("size", [36, 40])
+def test_padded_sizes_of_swin(size):
+    """18 and 20 tokens a side are padded to windows of 4, in other stages too; padding is no part of an image."""
+    base = tiny.make("swin", image_size=size)
+    plain = copy.deepcopy(base).requires_grad_(False)
+    model = tiny.prompted(base)
+    tuner = model.base_model
+    oracle_prompts = tuner.prompts().detach().clone().requires_grad_()
+    undo = prepend_prompts_in_windows(tiny.blocks(plain), oracle_prompts, tuner.prompt_blocks())
+    ours = run(model, tiny.images(size=size), tuner.prompts())
+    oracle = run(plain, tiny.images(size=size), oracle_prompts)
+    undo()
+    assert_same(ours, oracle)

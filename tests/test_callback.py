@@ -119,6 +119,19 @@ def test_resume_with_gradient_accumulation(tmp_path):
     assert_equal(outcome(*resumed), expected)
 
 
+def test_resume_from_a_best_checkpoint_inside_an_epoch(tmp_path):
+    # The Trainer decides to save after it has evaluated and logged.
+    settings = dict(
+        save_strategy="best", metric_for_best_model="loss", greater_is_better=True, eval_strategy="steps", eval_steps=4
+    )
+    expected = outcome(*trained(tmp_path, model=tiny.prompted(tiny.make("vit")), **settings))
+    checkpoint = tmp_path / "checkpoint-4"
+    resumed = trained(
+        tmp_path, resume_from_checkpoint=str(checkpoint), model=tiny.prompted(tiny.make("vit")), **settings
+    )
+    assert_equal(outcome(*resumed), expected)
+
+
 def test_checkpoint_without_the_callback_starts_afresh_and_says_so(tmp_path, caplog):
     trained(tmp_path, callback=False, save_strategy="steps", save_steps=6)
     _, callback = trained(

@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 from safetensors.torch import load_file, save_file
 
-from provpt_peft import ProVPTConfig
+from provpt_peft import ProVPTConfig, Relocator
 
 
 def logits(model, count=2):
@@ -299,6 +299,44 @@ def test_disabling_nests_and_survives_exceptions():
         assert torch.equal(logits(model), plain)
         raise RuntimeError("inside")
     assert torch.equal(logits(model), prompted)
+
+
+def test_names_of_modules_to_save_that_do_not_exist():
+    model = tiny.make("vit")
+    with pytest.raises(ValueError, match=r"none that ends with \['head'\]. Its last module is 'classifier'"):
+        tiny.prompted(model, modules_to_save=["head"])
+    assert torch.equal(logits(tiny.prompted(model)), logits(tiny.prompted(tiny.make("vit"))))
+
+
+def test_failure_inside_peft_leaves_the_model_as_it_was(monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("inside PEFT")
+
+    model = tiny.make("vit")
+    before = logits(model)
+    monkeypatch.setattr("peft.tuners.tuners_utils.BaseTuner.inject_adapter", fail)
+    with pytest.raises(RuntimeError, match="inside PEFT"):
+        tiny.prompted(model)
+    monkeypatch.undo()
+    assert torch.equal(logits(model), before)
+    wrapped = trained()
+    monkeypatch.setattr("peft.tuners.tuners_utils.BaseTuner.inject_adapter", fail)
+    with pytest.raises(RuntimeError, match="inside PEFT"):
+        wrapped.add_adapter("other", ProVPTConfig())
+    assert list(wrapped.base_model.bank.provpt_prompts) == ["default"]
+    monkeypatch.undo()
+    tiny.prompted(model)
+
+
+def test_an_observation_goes_with_its_adapter():
+    model = tiny.prompted(tiny.make("vit"), num_prompts=1)
+    model.add_adapter("other", ProVPTConfig(num_prompts=1))
+    Relocator(model)
+    with pytest.warns(UserWarning, match="Setting active adapter to other"):
+        model.delete_adapter("default")
+    model.add_adapter("default", ProVPTConfig(num_prompts=5))
+    model.set_adapter("default")
+    model(pixel_values=tiny.images(), labels=tiny.labels()).loss.backward()
 
 
 def test_wrapping_twice_is_refused():

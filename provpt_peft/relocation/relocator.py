@@ -21,6 +21,12 @@ from .serialization import from_json, to_json
 
 logger = logging.getLogger(__name__)
 
+# Optimizer states that are running averages of gradients, and 0 at the start. Others (iterates, step sizes, quantised
+# codes) mean something else by 0.
+_MOMENTS = frozenset(
+    ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "sum")
+)
+
 
 @dataclass
 class Relocation:
@@ -71,7 +77,8 @@ class Relocator:
         model: A model with a PROVPT adapter, as `get_peft_model` returned it, or a wrapper of it. The adapter that is
             active now is the one whose prompts move.
         config: When, which and where to.
-        optimizer: The optimizer of the prompts. Given, the moments of a prompt that moves are reset.
+        optimizer: The optimizer of the prompts. Given, the moments of a prompt that moves are reset, where they are
+            those of PyTorch's own optimizers.
 
     Raises:
         ValueError: If the model has no PROVPT adapter, or is wrapped for several devices in a way that hides its
@@ -286,8 +293,8 @@ class Relocator:
             rows = whole(prompts)
             write_row(prompts, prompt, rows[residents.to(rows.device)].mean(dim=0))
         if self.optimizer is not None:
-            for moment in self.optimizer.state.get(prompts, {}).values():
-                if isinstance(moment, torch.Tensor) and moment.shape == prompts.shape:
+            for name, moment in self.optimizer.state.get(prompts, {}).items():
+                if name in _MOMENTS and moment.is_floating_point() and moment.shape == prompts.shape:
                     write_row(moment, prompt, torch.zeros_like(whole(moment)[prompt]))
 
     # ---- state ------------------------------------------------------------------------------------------------------

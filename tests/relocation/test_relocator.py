@@ -167,6 +167,19 @@ def test_a_moved_prompt_starts_from_the_mean_with_fresh_moments(optimizer_class)
         assert torch.equal(moment[1:], before[1:])
 
 
+def test_optimizer_states_that_are_no_moments_are_left_alone():
+    model, optimizer, relocator = setup()
+    train_epoch(model, optimizer, relocator)
+    prompts = model.base_model.prompts()
+    optimizer.state[prompts]["z"] = torch.ones_like(prompts)
+    force(relocator, 4)
+    report(relocator, scores_with(9.0, prompt=0), loss=1.0)
+    (move,) = relocator.relocate()
+    assert (move.prompt, move.block) == (0, 4)
+    assert optimizer.state[prompts]["z"].all()
+    assert not optimizer.state[prompts]["exp_avg"][0].any()
+
+
 @pytest.mark.parametrize(("distribution", "block"), [([6, 5, 1, 0], 3), ([6, 5, 1, 0], 4), ([6, 5, 1, 0], 1)])
 def test_a_moved_prompt_keeps_its_vector_where_there_is_no_mean_or_no_move(distribution, block):
     model, _, relocator = setup(num_prompts=distribution)
