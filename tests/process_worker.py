@@ -3,17 +3,17 @@
 Run by `test_processes.py` through `accelerate launch`, and in one process by importing `train`.
 """
 
-import inspect
 import json
 import sys
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+import accelerate
 import tiny
 import torch
 from accelerate.state import AcceleratorState, DistributedType, PartialState
-from accelerate.utils import FullyShardedDataParallelPlugin
+from packaging import version
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from provpt_peft import RelocationTrainerCallback
@@ -35,8 +35,8 @@ SCENARIOS = {
         )
     ),
 }
-# Early releases of accelerate have FSDP 1 only.
-HAS_FSDP_2 = "fsdp_version" in inspect.signature(FullyShardedDataParallelPlugin).parameters
+# The release that this was run with; the FSDP plugin of 1.7 asks for a GPU.
+HAS_FSDP_2 = version.parse(accelerate.__version__) >= version.parse("1.15")
 if HAS_FSDP_2:
     SCENARIOS["sharded"] = dict(
         arguments=dict(eval_strategy="epoch", fsdp=True, fsdp_config={"transformer_layer_cls_to_wrap": ["ViTLayer"]})

@@ -32,6 +32,7 @@ def model():
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.filterwarnings("ignore:You are using the legacy TorchScript-based ONNX export:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The feature will be removed:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Constant folding - Only steps=1 can be constant folded:UserWarning")
 def test_onnx_at_batch_2_runs_at_1_and_5(tmp_path, model):
     # The exporter on top of `torch.export` gives the same but needs one more package, onnxscript.
     path = tmp_path / "model.onnx"

@@ -92,7 +92,7 @@ def test_checkpointing_changes_nothing(outcomes):
 
 # ---- sharded --------------------------------------------------------------------------------------------------------
 
-needs_fsdp_2 = pytest.mark.skipif(not process_worker.HAS_FSDP_2, reason="this accelerate has FSDP 1 only")
+needs_fsdp_2 = pytest.mark.skipif(not process_worker.HAS_FSDP_2, reason="this accelerate shards on a GPU only")
 
 
 @needs_fsdp_2
