@@ -511,3 +511,26 @@ def test_gradient_checkpointing_recomputes_and_agrees(family, use_reentrant):
     assert once == 1
     # Swin's stages are checkpointed around its blocks, so that blocks are computed up to three times.
     assert twice == 2 if family != "swin" else 2 < twice < 3
+
+
+# ---- after the last adapter, and adapters that do not fit together --------------------------------------------
+
+
+def test_without_an_adapter_there_are_no_prompts():
+    base = tiny.make("vit")
+    before = logits(base)
+    model = tiny.prompted(base).eval()
+    model.delete_adapter("default")
+    with pytest.raises(ValueError, match="Prompts belong to one adapter, but 0 are active"):
+        model.base_model.prompt_distribution()
+    with pytest.raises(ValueError, match="Adapter default does not exist"):
+        model.base_model.delete_adapter("default")
+    assert torch.equal(logits(base), before)
+
+
+def test_adapters_have_to_describe_the_same_backbone():
+    model = tiny.prompted(tiny.make("vit"))
+    mine = dict(block="ViTLayer", attention="attention", norm="layernorm_before", key="attention.k_proj")
+    with pytest.raises(ValueError, match="have to describe the same `backbone`"):
+        model.add_adapter("other", ProVPTConfig(backbone=mine | dict(value="attention.v_proj")))
+    assert list(model.peft_config) == ["default"]

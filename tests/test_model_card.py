@@ -9,6 +9,7 @@ import torch
 import transformers
 import yaml
 from huggingface_hub import ModelCard
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 
 from provpt_peft import ProVPTConfig, model_card
@@ -199,3 +200,12 @@ def test_a_readme_above_that_is_not_peft_s_is_left_alone(tmp_path, base):
     before = (tmp_path / "README.md").read_bytes()
     prompted(base).save_pretrained(tmp_path / "adapter")
     assert (tmp_path / "README.md").read_bytes() == before
+
+
+def test_the_card_of_another_adapter_above_is_left_alone(tmp_path, base):
+    get_peft_model(tiny.make("vit"), LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path)
+    path = tmp_path / "README.md"
+    path.write_text(path.read_text().replace("library_name: peft", f"library_name: peft\nbase_model: {base}"))
+    before = path.read_text()
+    tiny.prompted(tiny.make("vit")).save_pretrained(tmp_path / "provpt")
+    assert path.read_text() == before

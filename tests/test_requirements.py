@@ -1,5 +1,6 @@
 """What users of such software run into, as far as no other file tests it. tests/README.md has the whole list."""
 
+import re
 import subprocess
 import sys
 
@@ -89,3 +90,15 @@ def test_two_adapters_with_different_numbers_of_classes_fail_at_load(tmp_path, c
     with pytest.raises(RuntimeError, match=rf"torch.Size\(\[{classes}, 32\]\).*torch.Size\(\[3, 32\]\)"):
         model.load_adapter(tmp_path, "other")
     assert isinstance(model, PeftModel)
+
+
+def test_the_list_of_requirements_names_tests_that_exist():
+    rows = [line for line in (tiny.FOLDER / "README.md").read_text().splitlines() if re.match(r"\| \d+ ", line)]
+    assert [int(re.match(r"\| (\d+) ", row)[1]) for row in rows] == list(range(1, 29))
+    defined = "\n".join(path.read_text() for path in tiny.FOLDER.rglob("test_*.py"))
+    for row in rows:
+        named = re.findall(r"\b(test_\w+)(?!\.py|\w)", row)
+        tests = [name for name in named if f"def {name}(" in defined]
+        files = [name for name in named if any(tiny.FOLDER.rglob(f"{name}.py"))]
+        assert tests, row
+        assert sorted(tests + files) == sorted(named), row
