@@ -34,14 +34,7 @@ def save_adapter(folder, base, id2label=NAMES, **config):
     model = transformers.AutoModelForImageClassification.from_pretrained(base)
     if id2label is not None:
         model.config.id2label = id2label
-    model = tiny.prompted(model, id2label=id2label, **config).eval()
-    with torch.no_grad():
-        model.base_model.prompts().normal_()
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.1)
-    for prompt, block in [(0, 4), (1, 4), (5, 0)]:
-        model.base_model.move_prompt(prompt, block)
+    model = tiny.unlike_fresh(tiny.prompted(model, id2label=id2label, **config).eval())
     model.save_pretrained(folder)
     return model
 

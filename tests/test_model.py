@@ -19,15 +19,7 @@ def logits(model, count=2):
 
 def trained(family="vit", **config):
     """A prompted model whose prompts, blocks and head are unlike fresh ones, in eval mode."""
-    model = tiny.prompted(tiny.make(family), **config).eval()
-    with torch.no_grad():
-        model.base_model.prompts().normal_()
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.1)
-    for prompt, block in [(0, 4), (1, 4), (5, 0)]:
-        model.base_model.move_prompt(prompt, block)
-    return model
+    return tiny.unlike_fresh(tiny.prompted(tiny.make(family), **config).eval())
 
 
 # ---- save and load --------------------------------------------------------------------------------------------------

@@ -64,6 +64,18 @@ def prompted(model: nn.Module, adapter_name: str = "default", **config: object) 
     return get_peft_model(model, ProVPTConfig(**config), adapter_name=adapter_name)
 
 
+def unlike_fresh(model: PeftModel) -> PeftModel:
+    """Give a prompted model's prompts, blocks and head values that no fresh one has."""
+    with torch.no_grad():
+        model.base_model.prompts().normal_()
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1)
+    for prompt, block in [(0, 4), (1, 4), (5, 0)]:
+        model.base_model.move_prompt(prompt, block)
+    return model
+
+
 def images(count: int = 2, seed: int = 1, size: int = IMAGE_SIZE) -> torch.Tensor:
     return torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(seed))
 
