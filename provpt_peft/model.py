@@ -279,6 +279,12 @@ class ProVPTModel(BaseTuner):
             model=model, config=config, adapter_name=adapter_name, state_dict=state_dict
         )
         cls._check_tensors(model, adapter_name, remapped)
+        surplus = sorted(set(remapped) - set(model.state_dict()))
+        if surplus:
+            raise ValueError(
+                f"An adapter's file must hold no tensors but those of the adapter, got {surplus} as well. An adapter "
+                "only fits the backbone and config it was made with; save it anew."
+            )
         return remapped
 
     @staticmethod

@@ -79,6 +79,7 @@ def test_adapter_with_a_list_of_prompts_is_refused_by_another_number_of_blocks(t
         ("provpt_prompt_blocks", torch.ones(11, dtype=torch.int64), r"int64 of shape \(12,\), got .*\(11,\)"),
         ("provpt_prompt_blocks", torch.ones(12), r"int64 of shape \(12,\), got torch.float32"),
         ("provpt_prompt_blocks", None, "the prompts' blocks are missing"),
+        ("provpt_more", torch.ones(2), r"no tensors but those of the adapter, got \['base_model.bank.provpt_more'\]"),
     ],
 )
 def test_broken_tensors_are_refused_before_anything_changes(tmp_path, name, value, message):
@@ -86,7 +87,7 @@ def test_broken_tensors_are_refused_before_anything_changes(tmp_path, name, valu
     model.save_pretrained(tmp_path)
     path = tmp_path / "adapter_model.safetensors"
     tensors = load_file(path)
-    del tensors[f"base_model.bank.{name}"]
+    tensors.pop(f"base_model.bank.{name}", None)
     if value is not None:
         tensors[f"base_model.bank.{name}"] = value
     save_file(tensors, path)
