@@ -41,6 +41,7 @@ from transformers import (
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from provpt_peft import ProVPTConfig, Relocation, RelocationConfig, RelocationTrainerCallback
+from provpt_peft.relocation.config import PRESETS
 
 
 matplotlib.use("Agg")
@@ -94,9 +95,8 @@ class MethodArguments:
     prompt_learning_rate: float = field(
         default=3e-3, metadata={"help": "Learning rate of the prompts. `--learning_rate` is the head's."}
     )
-    idleness: str = field(default="gate", metadata={"help": "Score that finds the prompt to move: gate or taylor."})
-    significance: float = field(
-        default=0.0, metadata={"help": "Standard errors by which a score has to be above 0 for a prompt to move."}
+    preset: str = field(
+        default="default", metadata={"help": f"How prompts are relocated: {', '.join(sorted(PRESETS))}."}
     )
 
     def __post_init__(self) -> None:
@@ -258,9 +258,7 @@ def run(
         return metric.compute(predictions=prediction.predictions.argmax(axis=-1), references=prediction.label_ids)
 
     splits = splits.with_transform(transform)
-    callback = RelocationTrainerCallback(
-        RelocationConfig(idleness=args.idleness, significance=args.significance, seed=training.seed)
-    )
+    callback = RelocationTrainerCallback(RelocationConfig.preset(args.preset, seed=training.seed))
     trainer = Trainer(
         model,
         training,

@@ -26,6 +26,10 @@ from .prompts import PromptBank
 
 IMPLEMENTATION = "provpt"
 
+# Removing a key of weight a moves the output by a / (1 - a) times its distance to the key's value. The factor has no
+# bound, though the change has: weights above this count as this.
+MOST_WEIGHT = 0.99
+
 
 class PromptedBlock:
     """One block of the backbone and the prompts it sees.
@@ -159,12 +163,14 @@ def prompted_attention(
     value = torch.cat([value, prompt_value], dim=2)
     output, weights = block.attend(query, key, value, attention_mask, **kwargs)
 
-    if observation is not None and observation.score == "gate":
+    if observation is not None and observation.score in ("gate", "fisher"):
         # Flex gives the logarithm of the weights' sum, (B * W, H, T), in their place.
         if weights is None or weights.dim() != 4:
             prompt_weights = _prompt_weights(block, query, key, prompt_key, attention_mask, **kwargs)
         else:
             prompt_weights = weights[..., -len(rows) :].detach()
+        if observation.score == "fisher":
+            prompt_weights = prompt_weights / (1 - prompt_weights.clamp(max=MOST_WEIGHT))
         output = _ObserveGate.apply(output, prompt_weights, prompt_value, observation.columns(rows), images)
     return output, weights
 
@@ -218,10 +224,10 @@ def _prompt_weights(
 
 
 def _moments(scores: torch.Tensor) -> torch.Tensor:
-    """Scores for each image (B, n) to sum, sum of squares and number of images, (3, n) in float32."""
+    """Scores for each image (B, n) to sums of their 1st to 4th power and number of images, (5, n) in float32."""
     scores = scores.float()
     count = torch.full_like(scores[0], scores.shape[0])
-    return torch.stack([scores.sum(dim=0), scores.square().sum(dim=0), count])
+    return torch.stack([*((scores**power).sum(dim=0) for power in range(1, 5)), count])
 
 
 class _ObserveGate(torch.autograd.Function):
@@ -230,7 +236,8 @@ class _ObserveGate(torch.autograd.Function):
     A gate m multiplies a prompt key's unnormalised attention weight; m = 1 is the model and m = 0 is the model without
     the prompt. With weights a, values v, output o = sum_k a_k v_k and its gradient g, the derivative at m = 1 is
     dL/dm_k = sum over queries and heads of a_k g.(v_k - o), the first-order estimate of the loss with the prompt minus
-    the loss without it (Eq. 4 of the paper).
+    the loss without it (Eq. 4 of the paper). Without the prompt the weights are normalised anew, and the output is
+    o - a_k / (1 - a_k) (v_k - o): that factor in the place of a_k gives the derivative along the change itself.
     """
 
     @staticmethod

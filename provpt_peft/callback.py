@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, Dataset, Subset
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, ExportableState
 from transformers.trainer_utils import SaveStrategy
@@ -30,10 +32,13 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
 
     Args:
         config: When, which and where to; a dict of the same settings is accepted as well.
+        score_dataset: Images to measure scores and losses on, for example a held-out part of the training images. By
+            default `score_images` of the config is the number of training images that are taken.
+        compute_loss: The mean loss of the model on a batch of them; by default `model(**batch).loss`.
 
     Raises:
-        ValueError: When training begins, if the model has no PROVPT adapter, or if the Trainer uses `nn.DataParallel`,
-            DeepSpeed or FSDP version 1.
+        ValueError: When training begins, if the model has no PROVPT adapter, if the Trainer uses `nn.DataParallel`,
+            DeepSpeed or FSDP version 1, or if there is nothing to measure scores on.
 
     Example:
         ```python
@@ -44,12 +49,22 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
         ```
     """
 
-    def __init__(self, config: RelocationConfig | dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        config: RelocationConfig | dict[str, Any] | None = None,
+        score_dataset: Dataset | None = None,
+        compute_loss: Callable[[torch.nn.Module, Any], torch.Tensor] | None = None,
+    ) -> None:
         self.config = RelocationConfig(**config) if isinstance(config, dict) else config or RelocationConfig()
+        self.score_dataset = score_dataset
+        self.compute_loss = compute_loss
+        # The Trainer can make a callback anew from its checkpoint, but not with these two.
+        self.given = [name for name in ("score_dataset", "compute_loss") if getattr(self, name) is not None]
         self.relocator: Relocator | None = None
         self._handler: CallbackHandler | None = None
         self._last_logged_step = 0
         self._inside_epoch = False
+        self._due = False
 
     @property
     def history(self) -> list[Relocation]:
@@ -70,13 +85,24 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
         control: TrainerControl,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
+        train_dataloader: DataLoader | None = None,
         **kwargs: Any,
     ) -> None:
         _refuse_wrappers(args)
-        self.relocator = Relocator(model, self.config, optimizer)
+        missing = [name for name in self.given if getattr(self, name) is None]
+        if missing:
+            raise ValueError(
+                f"The run began with {missing}, which a checkpoint cannot hold, and "
+                "`restore_callback_states_from_checkpoint=True` makes the callback anew without. Turn it off and pass "
+                "the callback as before: its state is restored either way."
+            )
+        self.relocator = Relocator(
+            model, self.config, optimizer, self._score_batches(args, train_dataloader), self.compute_loss
+        )
         self._handler = _calling_handler()
         self._last_logged_step = state.global_step
         self._inside_epoch = False
+        self._due = False
         name = type(self).__name__
         if state.global_step > 0:
             saved = state.stateful_callbacks.get(name, {}).get("attributes", {}).get("saved")
@@ -90,6 +116,7 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
                 self.relocator.load_state_dict(saved["relocator"])
                 # A checkpoint of an epoch's last step is written before the epoch ends.
                 self._inside_epoch = saved["inside_epoch"] and state.epoch % 1 != 0
+                self._due = saved["due"]
         # The Trainer fills in this entry when it saves, and expects it to be there.
         state.stateful_callbacks[name] = self.state()
 
@@ -99,8 +126,19 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
         # Comes again when a run resumes inside an epoch, which has had its relocation.
         if not self._inside_epoch:
             self._inside_epoch = True
-            self._running.relocate()
-            self._log(args, state, control)
+            if self.config.relocate_every == "epoch":
+                self._relocate(args, state, control)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._due:
+            self._due = False
+            self._relocate(args, state, control)
+
+    def _relocate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
+        self._running.relocate(progress=state.global_step / state.max_steps)
+        self._log(args, state, control)
 
     def on_pre_optimizer_step(
         self,
@@ -122,6 +160,9 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
         # With `save_strategy="best"` it decides to save after it has evaluated.
         if control.should_save or (control.should_evaluate and args.save_strategy == SaveStrategy.BEST):
             control.should_log = True
+        if self.config.relocate_every != "epoch" and state.global_step % int(self.config.relocate_every) == 0:
+            # The loss is reported after this event, so the relocation waits for the next step.
+            control.should_log = self._due = True
         return control
 
     def on_epoch_end(
@@ -150,13 +191,42 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
             self._running.finish()
             self._log(args, state, control)
 
+    def _score_batches(self, args: TrainingArguments, train_dataloader: DataLoader | None) -> DataLoader | None:
+        """What scores are measured on; None for the training steps themselves."""
+        dataset: Any = self.score_dataset
+        if dataset is None:
+            if self.config.score_images == 0:
+                return None
+            dataset = getattr(train_dataloader, "dataset", None)
+            if not hasattr(dataset, "__len__"):
+                raise ValueError(
+                    f"Scores are measured on {self.config.score_images} training images, which a data set without a "
+                    f"length cannot give, got {type(dataset).__name__}. Pass a `score_dataset` to the callback, or "
+                    "set `score_images=0` to score in the training steps."
+                )
+            generator = torch.Generator().manual_seed(self.config.seed)
+            chosen = torch.randperm(len(dataset), generator=generator)[: self.config.score_images]
+            dataset = Subset(dataset, chosen.tolist())
+        # A generator of its own, since iterating draws a number.
+        return DataLoader(
+            dataset,
+            batch_size=args.eval_batch_size,
+            collate_fn=getattr(train_dataloader, "collate_fn", None),
+            generator=torch.Generator(),
+        )
+
     # ---- state and logs ---------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """Settings and the relocator's state, JSON-able. The Trainer writes it into its checkpoints."""
         attributes: dict[str, Any] = {}
         if self.relocator is not None:
-            attributes["saved"] = {"relocator": self.relocator.state_dict(), "inside_epoch": self._inside_epoch}
+            attributes["saved"] = {
+                "relocator": self.relocator.state_dict(),
+                "inside_epoch": self._inside_epoch,
+                "due": self._due,
+            }
+        attributes["given"] = self.given
         return {"args": {"config": asdict(self.config)}, "attributes": attributes}
 
     def _log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:

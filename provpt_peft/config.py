@@ -23,6 +23,9 @@ class ProVPTConfig(PeftConfig):
             Prompts at the start of training: one number for every block (VPT-Deep's uniform distribution), or a list
             of L numbers, one a block. The paper uses 1 to 200 a block, 10 is a good first try. Their sum is the budget
             N of the paper (Sec. 3.1), which relocation never changes.
+        reserve (`int`, defaults to 0):
+            Prompts beyond those that start in no block. They cost nothing until relocation adds them
+            (`RelocationConfig.preset("adding")`).
         prompt_dropout (`float`, defaults to 0.1):
             Dropout on the entries of the prompts, independently for each image, in training only (Tab. i of the paper,
             "drop rate"). In [0, 1).
@@ -48,6 +51,7 @@ class ProVPTConfig(PeftConfig):
     num_prompts: int | list[int] = field(
         default=10, metadata={"help": "Prompts in every block at the start, or a list with one number for each block."}
     )
+    reserve: int = field(default=0, metadata={"help": "Prompts that start in no block, for relocation to add."})
     prompt_dropout: float = field(
         default=0.1, metadata={"help": "Dropout on the prompts, independent for each image, in training only."}
     )
@@ -82,6 +86,8 @@ class ProVPTConfig(PeftConfig):
                 'Leave it out; to train a head, name it in `modules_to_save`, for example ["classifier"].'
             )
         self._check_num_prompts()
+        if not _is_count(self.reserve):
+            raise ValueError(f"`reserve` must be a whole number from 0 on, got {self.reserve!r}. Use 0 for none.")
         if not 0.0 <= self.prompt_dropout < 1.0:
             raise ValueError(
                 f"`prompt_dropout` must be in [0, 1), got {self.prompt_dropout}. Use 0.0 to switch it off."

@@ -135,7 +135,11 @@ def is_hub_id(name: str | None) -> bool:
 
 def num_blocks(config: ProVPTConfig, num_prompts_total: int) -> int:
     """L, from an adapter's config and its number of prompts N."""
-    return len(config.num_prompts) if isinstance(config.num_prompts, list) else num_prompts_total // config.num_prompts
+    return (
+        len(config.num_prompts)
+        if isinstance(config.num_prompts, list)
+        else (num_prompts_total - config.reserve) // config.num_prompts
+    )
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
@@ -228,10 +232,11 @@ def _check_prompts(config: ProVPTConfig, tensors: dict[str, torch.Tensor]) -> No
             f"{tuple(prompts.shape)}."
         )
     count = len(prompts)
+    distributed = count - config.reserve
     if isinstance(config.num_prompts, list):
-        fits, rule = count == sum(config.num_prompts), f"be {sum(config.num_prompts)}, the sum of"
+        fits, rule = distributed == sum(config.num_prompts), f"be {sum(config.num_prompts)}, the sum of"
     else:
-        fits, rule = count % config.num_prompts == 0, "be a multiple of"
+        fits, rule = distributed > 0 and distributed % config.num_prompts == 0, "be a multiple of"
     if not fits:
         raise ValueError(
             f"the number of prompts must {rule} `num_prompts` = {config.num_prompts} in {CONFIG_NAME}, got {count}."

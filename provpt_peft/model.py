@@ -134,7 +134,7 @@ class ProVPTModel(BaseTuner):
         if found is not None:
             self._install(model, found)
         config.remember_labels(model)
-        self.bank.add_adapter(adapter_name, distribution, config.prompt_dropout)
+        self.bank.add_adapter(adapter_name, distribution, config.reserve, config.prompt_dropout)
         try:
             super().inject_adapter(model, adapter_name, *args, **kwargs)
         except Exception:

@@ -70,16 +70,18 @@ class PromptBank(nn.Module, BaseTunerLayer):
         """L, the number of blocks."""
         return len(self.widths)
 
-    def add_adapter(self, adapter_name: str, distribution: Sequence[int], dropout: float) -> None:
+    def add_adapter(self, adapter_name: str, distribution: Sequence[int], reserve: int, dropout: float) -> None:
         """Make the prompts of a new adapter.
 
         Args:
             adapter_name: Name of the adapter.
             distribution: Prompts in each of the L blocks.
+            reserve: Prompts beyond those, in no block. They are the last rows.
             dropout: Dropout on the prompts in training.
         """
         device, dtype = self._device_and_dtype()
-        blocks = torch.repeat_interleave(torch.arange(1, self.num_blocks + 1), torch.tensor(distribution))  # (N,)
+        blocks = torch.repeat_interleave(torch.arange(1, self.num_blocks + 1), torch.tensor(distribution))
+        blocks = torch.cat([blocks, torch.zeros(reserve, dtype=torch.int64)])  # (N,)
         prompts = torch.empty(len(blocks), max(self.widths), device=device, dtype=dtype).uniform_(
             -self.bound, self.bound
         )
@@ -202,15 +204,15 @@ class PromptBank(nn.Module, BaseTunerLayer):
 class Observation:
     """What the blocks report of each prompt in the backward pass: a first-order score for each image.
 
-    The scores arrive as the "gradient" of a tensor `moments` of shape (3, N). A block passes its columns through an
-    autograd function (see `attention.py`) whose backward returns, for each prompt, the sum over the images of the
-    score, the sum of its square, and the number of images. So micro-batches add up by themselves, a forward without a
-    backward counts for nothing, activation checkpointing counts once, and gradient clipping, which sees parameters
-    only, has no part in it.
+    The scores arrive as the "gradient" of a tensor `moments` of shape (5, N). A block passes its columns through an
+    autograd function (see `attention.py`) whose backward returns, for each prompt, the sums over the images of the
+    score and of its 2nd to 4th power, and the number of images. So micro-batches add up by themselves, a forward
+    without a backward counts for nothing, activation checkpointing counts once, and gradient clipping, which sees
+    parameters only, has no part in it.
 
     Args:
-        score: `"gate"`, the derivative with respect to the weight of a prompt's key in the attention, or `"taylor"`,
-            Eq. 6 of the paper.
+        score: `"gate"`, the derivative with respect to the weight of a prompt's key in the attention, `"fisher"`, that
+            with respect to the prompt's share in the attention's output, or `"taylor"`, Eq. 6 of the paper.
         adapter_name: The adapter whose prompts are observed, while it is the enabled one.
         num_prompts: N.
     """
@@ -221,7 +223,7 @@ class Observation:
     def __init__(self, score: str, adapter_name: str, num_prompts: int) -> None:
         self.score = score
         self.adapter_name = adapter_name
-        self.moments = torch.zeros(3, num_prompts, requires_grad=True)
+        self.moments = torch.zeros(5, num_prompts, requires_grad=True)
         self._unread = 0
 
     def count_batch(self) -> None:
@@ -235,13 +237,13 @@ class Observation:
             )
 
     def columns(self, rows: torch.Tensor) -> torch.Tensor:
-        """The moments of some prompts, (3, n), on the device of their indices."""
+        """The moments of some prompts, (5, n), on the device of their indices."""
         if self.moments.device != rows.device:
             self.moments = torch.zeros_like(self.moments, device=rows.device, requires_grad=True)
         return self.moments[:, rows]
 
     def take(self) -> torch.Tensor | None:
-        """The moments since the last call, (3, N) float32, or None if no backward pass reported any."""
+        """The moments since the last call, (5, N) float32, or None if no backward pass reported any."""
         self._unread = 0
         moments, self.moments.grad = self.moments.grad, None
         return moments

@@ -37,10 +37,12 @@ SCENARIOS = {
 }
 # The release that this was run with; the FSDP plugin of 1.7 asks for a GPU.
 HAS_FSDP_2 = version.parse(accelerate.__version__) >= version.parse("1.15")
+MEASURED = dict(idleness="fisher", score_images=6, screen=2, trigger="always", prompts_per_relocation=2)
+SCENARIOS["measured"] = dict(relocation=MEASURED)
 if HAS_FSDP_2:
-    SCENARIOS["sharded"] = dict(
-        arguments=dict(eval_strategy="epoch", fsdp=True, fsdp_config={"transformer_layer_cls_to_wrap": ["ViTLayer"]})
-    )
+    FSDP = dict(eval_strategy="epoch", fsdp=True, fsdp_config={"transformer_layer_cls_to_wrap": ["ViTLayer"]})
+    SCENARIOS["sharded"] = dict(arguments=FSDP)
+    SCENARIOS["sharded_measured"] = dict(arguments=FSDP, relocation=MEASURED)
 
 
 class Images(torch.utils.data.Dataset):
@@ -72,7 +74,10 @@ def train(scenario, folder, batch_size):
     """Four epochs of 24 images. The outcome is JSON-able."""
     settings = SCENARIOS[scenario]
     model = tiny.prompted(tiny.make("vit"), **settings.get("adapter", {}))
-    data, epochs, callback = Images(), Epochs(), RelocationTrainerCallback()
+    data, epochs = Images(), Epochs()
+    # Scores of the training steps, which the processes have to add up, unless the scenario says otherwise.
+    relocation = dict(idleness="gate", score_images=0) | settings.get("relocation", {})
+    callback = RelocationTrainerCallback(relocation, score_dataset=Images(6) if relocation["score_images"] else None)
     arguments = dict(num_train_epochs=4, learning_rate=1e-2, ddp_find_unused_parameters=False)
     args = TrainingArguments(
         str(folder), per_device_train_batch_size=batch_size, save_strategy="no", report_to="none", disable_tqdm=True,
@@ -88,7 +93,7 @@ def train(scenario, folder, batch_size):
     trainer.save_model(str(folder / "adapter"))
     prompts = model.base_model.prompts()
     moments = [prompts, *(m for m in trainer.optimizer.state[prompts].values() if m.shape == prompts.shape)]
-    policy = callback.relocator.policy
+    policy = callback.relocator.policy.ppo
     return {
         "world_size": args.world_size,
         "sharded_modules": len(sharded),

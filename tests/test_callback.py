@@ -75,7 +75,7 @@ def test_loss_is_the_trainer_s_exact_mean(tmp_path):
             return loss
 
     model = tiny.prompted(tiny.make("vit"))
-    callback = RelocationTrainerCallback()
+    callback = RelocationTrainerCallback(RelocationConfig(idleness="gate", score_images=0))
     args = TrainingArguments(
         str(tmp_path), num_train_epochs=3, per_device_train_batch_size=4, logging_steps=4, report_to="none",
         disable_tqdm=True, save_strategy="no", dataloader_pin_memory=False, use_cpu=True,

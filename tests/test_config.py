@@ -10,6 +10,7 @@ from provpt_peft import PPOConfig, ProVPTConfig, RelocationConfig
         (dict(num_prompts=-3), r"`num_prompts` must be at least 1, got -3"),
         (dict(num_prompts=2.5), r"`num_prompts` must be at least 1, got 2.5"),
         (dict(num_prompts=True), r"`num_prompts` must be at least 1, got True"),
+        (dict(reserve=-1), r"`reserve` must be a whole number from 0 on, got -1"),
         (dict(num_prompts=[]), r"`num_prompts` as a list must hold whole numbers"),
         (dict(num_prompts=[0, 0]), r"not all of them 0, got \[0, 0\]"),
         (dict(num_prompts=[2, -1]), r"got \[2, -1\]"),

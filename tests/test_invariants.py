@@ -49,7 +49,7 @@ def train(model, relocator, optimizer, epochs=3, micro_batches=1, clip=None):
 
 def fresh(seed, lr=1e-2, **adapter):
     model = tiny.prompted(tiny.make("vit"), **adapter)
-    relocator = Relocator(model, RelocationConfig(seed=seed))
+    relocator = Relocator(model, RelocationConfig(idleness="gate", seed=seed))
     return model, relocator, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
 
 
@@ -59,12 +59,12 @@ def test_1_the_budget_is_conserved(seed):
     model = tiny.prompted(tiny.make("vit"), num_prompts=random_distribution(generator, 4))
     tuner = model.base_model
     budget = len(tuner.prompt_blocks())
-    relocator = Relocator(model, RelocationConfig(seed=seed))
+    relocator = Relocator(model, RelocationConfig(idleness="gate", seed=seed))
     for _ in range(30):
         scores = torch.randn(budget, generator=generator)
         undistributed = tuner.prompt_blocks() == 0
         images = torch.where(undistributed, 0.0, 4.0)
-        relocator._observation.moments.grad = torch.stack([scores, scores.square(), images])
+        relocator._observation.moments.grad = torch.stack([*(scores**power for power in range(1, 5)), images])
         relocator.record_step(1.0)
         before = tuner.prompt_blocks()
         moves = relocator.relocate()
@@ -122,9 +122,9 @@ def test_5_relocation_draws_from_its_own_generator(seed):
     torch.manual_seed(seed)
     expected = torch.rand(5)
     torch.manual_seed(seed)
-    relocator = Relocator(model, RelocationConfig(seed=seed))
+    relocator = Relocator(model, RelocationConfig(idleness="gate", seed=seed))
     for _ in range(5):
-        relocator._observation.moments.grad = torch.ones(3, 12)
+        relocator._observation.moments.grad = torch.ones(5, 12)
         relocator.record_step(1.0)
         assert len(relocator.relocate()) == 1
     relocator.finish()

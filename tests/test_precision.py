@@ -41,7 +41,7 @@ def scores(model, kind="gate", autocast=None, loss_scale=1.0, dtype=torch.float3
         (loss * loss_scale).backward()
         relocator.record_step(loss, loss_scale=loss_scale)
         model.zero_grad()
-    return relocator._window.scores()
+    return relocator.window.scores()
 
 
 def spearman(first, second):
@@ -123,9 +123,9 @@ def test_a_step_that_the_scaler_skips_counts_for_nothing():
     assert skipped == [0]
     expected, none_skipped = train(LOSS_SCALE, range(1, 6))
     assert none_skipped == []
-    assert torch.equal(relocator._window.sums, expected._window.sums)
+    assert torch.equal(relocator.window.sums, expected.window.sums)
     assert torch.equal(relocator._loss, expected._loss)
-    assert relocator._window.sums[2].tolist() == [4.0 * 5] * 24
+    assert relocator.window.sums[-1].tolist() == [4.0 * 5] * 24
     relocator.relocate()
     assert [record.note for record in relocator.history] == [None]
 
@@ -138,7 +138,7 @@ def test_which_steps_count(where, with_optimizer):
     relocator = Relocator(model, optimizer=optimizer if with_optimizer else None)
 
     def step(loss_scale):
-        moments = torch.ones(3, 24)
+        moments = torch.ones(5, 24)
         head = model.base_model.model.classifier.modules_to_save["default"].weight
         head.grad = torch.zeros_like(head)
         if where != "nowhere":
@@ -148,7 +148,7 @@ def test_which_steps_count(where, with_optimizer):
 
     step(loss_scale=4.0)
     counted = where == "nowhere"
-    assert relocator._window.sums[:, 1].tolist() == ([1 / 4, 1 / 16, 1.0] if counted else [0.0] * 3)
+    assert relocator.window.sums[:, 1].tolist() == ([1 / 4, 1 / 16, 1 / 64, 1 / 256, 1.0] if counted else [0.0] * 5)
     assert relocator._loss.tolist() == ([2.0, 1.0] if counted else [0.0, 0.0])
     assert relocator._observation.moments.grad is None
     # Without a scaler such a step is made, and has to be noticed.
@@ -189,11 +189,11 @@ class Watch(TrainerCallback):
         self.skipped.append(optimizer.scaler.get_scale() < self.scale)
 
     def on_epoch_end(self, args, state, control, **kwargs):
-        self.images.append(self.callback.relocator._window.sums[2].tolist())
+        self.images.append(self.callback.relocator.window.sums[-1].tolist())
 
 
 def train_fp16(folder, init_scale, **arguments):
-    callback = RelocationTrainerCallback()
+    callback = RelocationTrainerCallback(RelocationConfig(idleness="gate", score_images=0))
     watch = Watch(callback)
     args = TrainingArguments(
         str(folder), num_train_epochs=3, per_device_train_batch_size=4, save_strategy="no", report_to="none",

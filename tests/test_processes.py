@@ -62,7 +62,7 @@ def test_processes_agree(outcomes, scenario):
     assert first["world_size"] == second["world_size"] == 2
     for name in ("history", "prompt_blocks", "prompts", "policy", "distributions"):
         assert first[name] == second[name], name
-    assert [record["epoch"] for record in first["history"]] == [1, 2, 3]
+    assert sorted({record["epoch"] for record in first["history"]}) == [1, 2, 3]
     assert all(record["reward"] is not None for record in first["history"])
     assert any(record["block"] != record["from_block"] for record in first["history"])
     # Each has seen its half of each epoch.

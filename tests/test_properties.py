@@ -252,7 +252,7 @@ class Session:
         self.model.zero_grad()
         self._done()
         blocks = self.tuner.prompt_blocks(self.watched)
-        seen = bool(self.relocator._window.sums[2].any())
+        seen = bool(self.relocator.window.sums[-1].any())
         assert self.relocator.relocate() == []
         assert torch.equal(self.tuner.prompt_blocks(self.watched), blocks)
         assert (self.relocator.history[-1:] != [] and self.relocator.history[-1].note is not None) or not seen

@@ -25,7 +25,9 @@ class Images(torch.utils.data.Dataset):
 
 def make_trainer(folder, config=None, callback=True, callbacks=(), model=None, **arguments):
     model = tiny.prompted(tiny.make("vit"), prompt_dropout=0.1) if model is None else model
-    relocation = [RelocationTrainerCallback(config or RelocationConfig())] if callback else []
+    relocation = (
+        [RelocationTrainerCallback(config or RelocationConfig(idleness="gate", score_images=0))] if callback else []
+    )
     defaults = dict(
         output_dir=str(folder), num_train_epochs=4, per_device_train_batch_size=4, learning_rate=1e-2,
         save_strategy="no", report_to="none", disable_tqdm=True, seed=0, dataloader_pin_memory=False, use_cpu=True,
@@ -53,7 +55,7 @@ def outcome(trainer, callback):
         for name, tensor in trainer.model.state_dict().items()
         if "provpt" in name or "modules_to_save" in name
     }
-    policy = callback.relocator.policy
+    policy = callback.relocator.policy.ppo
     networks = {**policy.actor.state_dict(), **{f"critic.{k}": v for k, v in policy.critic.state_dict().items()}}
     return [asdict(record) for record in callback.history], {**tensors, **networks}
 

@@ -19,19 +19,26 @@ class Idleness:
             0 means idle. NaN for a prompt that no image has seen, because it is undistributed.
         stderr: Standard error of the score over images, float64 of shape (N,). NaN with fewer than two images.
         images: The number of images that the prompt has seen, float64 of shape (N,).
+        exact: Whether the score is that of removing the prompt, bool of shape (N,). If it is for some, the others are
+            not candidates.
     """
 
     score: torch.Tensor
     stderr: torch.Tensor
     images: torch.Tensor
+    exact: torch.Tensor
 
     def is_finite(self) -> bool:
         """Whether every prompt that has seen images has a finite score."""
         return bool(self.score[self.images > 0].isfinite().all())
 
-    def most_idle(self) -> int:
-        """k*: the index of the prompt with the highest score (Eq. 3)."""
-        return int(torch.where(self.score.isnan(), -torch.inf, self.score).argmax())
+    def ranking(self) -> list[int]:
+        """The prompts that have a score, the most idle one (k* of Eq. 3) first."""
+        candidates = self.images > 0
+        if self.exact.any():
+            candidates &= self.exact
+        order = self.score.argsort(descending=True, stable=True)
+        return [prompt for prompt in order.tolist() if candidates[prompt]]
 
     def stands_out(self, prompt: int, significance: float) -> bool:
         """Whether a prompt's score is above 0 by more than `significance` of its standard errors."""
@@ -46,28 +53,38 @@ class IdlenessWindow:
 
     Args:
         num_prompts: N.
+        curvature: Weight of the square of an image's score in its score to second order: 0.5 where the derivative is
+            that of the loss with respect to the prompt's share in the block's output, 0.0 to first order. The loss of
+            an image without the prompt is then L - s + s²/2 for a derivative s, with the squared gradient of the
+            image's loss in the place of the second derivative, as in the empirical Fisher matrix.
     """
 
-    def __init__(self, num_prompts: int) -> None:
-        # Rows: sum, sum of squares, number, over all images since the last `clear`.
-        self.sums = torch.zeros(3, num_prompts, dtype=torch.float64)
+    # Rows: sums of the 1st to 4th power, number, over all images since the last `clear`. The 3rd and 4th are for the
+    # spread of a score to second order.
+    POWERS = 4
+
+    def __init__(self, num_prompts: int, curvature: float = 0.0) -> None:
+        self.curvature = curvature
+        self.sums = torch.zeros(self.POWERS + 1, num_prompts, dtype=torch.float64)
 
     def clear(self) -> None:
         """Forget everything collected so far."""
         self.sums.zero_()
 
-    def add_step(self, moments: torch.Tensor) -> None:
+    def add_step(self, moments: torch.Tensor, loss_scale: float = 1.0) -> None:
         """Add one optimizer step.
 
         The step's loss is a mean over its B images, so an image's share of the gradient is 1/B of the derivative of
         its own loss. Multiplying by B puts the images of all steps on one scale, whatever the micro-batches.
 
         Args:
-            moments: (3, N): for each prompt the sum over the step's images of the gradient, the sum of its square, and
-                the number of images.
+            moments: (5, N): for each prompt the sums over the step's images of the gradient and of its 2nd to 4th
+                power, and the number of images.
+            loss_scale: The factor that the loss was multiplied by before backward.
         """
-        total, squares, images = moments.detach().to("cpu", torch.float64)
-        self.sums += torch.stack([images * total, images.square() * squares, images])
+        *sums, images = moments.detach().to("cpu", torch.float64)
+        scaled = [(images / loss_scale) ** power * total for power, total in enumerate(sums, start=1)]
+        self.sums += torch.stack([*scaled, images])
 
     def scores(self, sums: torch.Tensor | None = None) -> Idleness:
         """The mean score over images and its standard error.
@@ -75,8 +92,10 @@ class IdlenessWindow:
         Args:
             sums: Sums to use instead of this window's own, for example those of all processes added up.
         """
-        total, squares, images = self.sums if sums is None else sums
-        mean = total / images
-        variance = (squares / images - mean.square()).clamp(min=0) * images / (images - 1)
+        *totals, images = self.sums if sums is None else sums
+        first, second, third, fourth = (total / images for total in totals)
+        mean = first - self.curvature * second
+        mean_square = second - 2 * self.curvature * third + self.curvature**2 * fourth
+        variance = (mean_square - mean.square()).clamp(min=0) * images / (images - 1)
         stderr = torch.where(images > 1, (variance / images).sqrt(), torch.nan)
-        return Idleness(score=mean, stderr=stderr, images=images.clone())
+        return Idleness(mean, stderr, images.clone(), exact=torch.zeros(len(mean), dtype=torch.bool))

@@ -1,11 +1,10 @@
-"""Proximal policy optimisation for the allocation of pruned prompts (paper, Sec. 3.3 and appendix).
+"""Proximal policy optimisation (paper, Sec. 3.3 and appendix).
 
-This module takes tensors and knows nothing of models. Legend: L blocks, M moves of an update.
+This module takes tensors and knows nothing of models. Legend: S numbers of a state, A actions, M moves of an update.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,31 +14,6 @@ from .config import PPOConfig
 
 
 HIDDEN_UNITS = 64
-
-
-def allocation_state(scores: torch.Tensor, blocks: torch.Tensor, source: int, num_blocks: int) -> torch.Tensor:
-    """The state s of Sec. 3.3: idleness of each block, distribution after pruning, one-hot of the source.
-
-    Block sums of scores are standardised and counts divided by their sum, so that the state has the same scale
-    whatever the loss and the budget.
-
-    Args:
-        scores: I_k in loss units, (N,). NaN counts as 0.
-        blocks: d_k before pruning, (N,), 1 … L or 0.
-        source: Block of the pruned prompt, 1 … L.
-        num_blocks: L.
-
-    Returns:
-        float32 of shape (3L,).
-    """
-    sums = torch.zeros(num_blocks + 1, dtype=torch.float64).index_add_(0, blocks, scores.double().nan_to_num())[1:]
-    sums = (sums - sums.mean()) / sums.std(correction=0).clamp(min=1e-12)
-    counts = torch.bincount(blocks, minlength=num_blocks + 1)[1:].double()
-    counts[source - 1] -= 1
-    counts = counts / counts.sum().clamp(min=1)
-    one_hot = torch.zeros(num_blocks, dtype=torch.float64)
-    one_hot[source - 1] = 1
-    return torch.cat([sums, counts, one_hot]).float()
 
 
 def advantages_and_returns(
@@ -74,21 +48,6 @@ def clipped_policy_loss(
     return -torch.minimum(ratio * advantages, clipped * advantages).mean()
 
 
-@dataclass
-class Choice:
-    """A block chosen by a policy.
-
-    Args:
-        block: a, 1 … L.
-        log_prob: Log probability of the choice.
-        value: The critic's value of the state.
-    """
-
-    block: int
-    log_prob: float
-    value: float
-
-
 class RewardScale:
     """Running root mean square of rewards. Dividing by it keeps their signs and relative sizes."""
 
@@ -108,16 +67,17 @@ class PPO:
     """Actor and critic, two hidden layers of 64 each, and their update.
 
     Args:
-        num_blocks: L. The state has 3L numbers, the action is one of L blocks.
+        num_inputs: S, numbers of a state.
+        num_actions: A.
         config: Settings.
         generator: Random generator for the weights and the choices.
     """
 
-    def __init__(self, num_blocks: int, config: PPOConfig, generator: torch.Generator) -> None:
+    def __init__(self, num_inputs: int, num_actions: int, config: PPOConfig, generator: torch.Generator) -> None:
         self.config = config
         self.generator = generator
-        self.actor = _mlp(3 * num_blocks, num_blocks, output_gain=0.01, generator=generator)
-        self.critic = _mlp(3 * num_blocks, 1, output_gain=1.0, generator=generator)
+        self.actor = _mlp(num_inputs, num_actions, output_gain=0.01, generator=generator)
+        self.critic = _mlp(num_inputs, 1, output_gain=1.0, generator=generator)
         self.optimizer = torch.optim.Adam(
             [
                 {"params": self.actor.parameters(), "lr": config.actor_learning_rate},
@@ -127,29 +87,40 @@ class PPO:
         self.reward_scale = RewardScale()
         self.moves: list[dict[str, Any]] = []
 
-    @torch.no_grad()
-    def choose(self, state: torch.Tensor) -> Choice:
-        """Draw a block for the pruned prompt. `state` is (3L,)."""
-        log_probs = self.actor(state).log_softmax(dim=-1)
-        action = torch.multinomial(log_probs.exp(), 1, generator=self.generator).item()
-        return Choice(int(action) + 1, log_probs[int(action)].item(), self.critic(state).item())
+    def log_probs(self, states: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """Log probabilities of the actions. States (…, S) and offsets of the logits (…, A) to (…, A)."""
+        return (self.actor(states) + offsets).log_softmax(dim=-1)
 
-    def learn(self, state: torch.Tensor, choice: Choice, reward: float) -> dict[str, float]:
-        """Take the reward of a choice in; update when `moves_per_update` of them have come.
+    @torch.no_grad()
+    def act(self, state: torch.Tensor, offset: torch.Tensor) -> tuple[int, dict[str, Any]]:
+        """Draw an action.
+
+        Args:
+            state: (S,).
+            offset: Added to the actor's logits, (A,).
+
+        Returns:
+            The action, 0 … A-1, and what `learn` needs to know of it.
+        """
+        log_probs = self.log_probs(state, offset)
+        action = int(torch.multinomial(log_probs.exp(), 1, generator=self.generator))
+        memory = {
+            "state": state,
+            "offset": offset,
+            "action": action,
+            "log_prob": log_probs[action].item(),
+            "value": self.critic(state).item(),
+        }
+        return action, memory
+
+    def learn(self, memory: dict[str, Any], reward: float) -> dict[str, float]:
+        """Take the reward of an action in; update when `moves_per_update` of them have come.
 
         Returns:
             The diagnostics of the update, empty if there was none: `policy_loss`, `value_loss`, `entropy`,
             `approx_kl`, `clipfrac`, means over the last pass.
         """
-        self.moves.append(
-            {
-                "state": state,
-                "action": choice.block - 1,
-                "log_prob": choice.log_prob,
-                "value": choice.value,
-                "reward": self.reward_scale(reward),
-            }
-        )
+        self.moves.append({**memory, "reward": self.reward_scale(reward)})
         if len(self.moves) < self.config.moves_per_update:
             return {}
         metrics = self._update()
@@ -157,7 +128,8 @@ class PPO:
         return metrics
 
     def _update(self) -> dict[str, float]:
-        states = torch.stack([move["state"] for move in self.moves])  # (M, 3L)
+        states = torch.stack([move["state"] for move in self.moves])  # (M, S)
+        offsets = torch.stack([move["offset"] for move in self.moves])  # (M, A)
         actions = torch.tensor([move["action"] for move in self.moves])
         old_log_probs, values, rewards = (
             torch.tensor([move[name] for move in self.moves]) for name in ("log_prob", "value", "reward")
@@ -165,7 +137,7 @@ class PPO:
         advantages, returns = advantages_and_returns(rewards, values, self.config.discount, self.config.gae_lambda)
         with torch.enable_grad():
             for _ in range(self.config.update_epochs):
-                log_probs = self.actor(states).log_softmax(dim=-1)  # (M, L)
+                log_probs = self.log_probs(states, offsets)  # (M, A)
                 chosen = log_probs.gather(1, actions[:, None])[:, 0]
                 policy_loss = clipped_policy_loss(chosen, old_log_probs, advantages, self.config.clip_coef)
                 value_loss = 0.5 * (self.critic(states)[:, 0] - returns).square().mean()

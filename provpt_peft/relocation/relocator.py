@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -12,14 +13,17 @@ from torch import nn
 
 from ..model import ProVPTModel
 from ..prompts import Observation
+from .allocation import Choice, Situation, make_policy
 from .config import RelocationConfig
 from .idleness import Idleness, IdlenessWindow
 from .parallel import refuse_wrapper, reshard, whole, write_row
-from .ppo import PPO, Choice, allocation_state
 from .serialization import from_json, to_json
 
 
 logger = logging.getLogger(__name__)
+
+# Norms and random numbers only choose the prompt; the score beside them is the default one.
+SECOND_ORDER = ("fisher", "norm", "random")
 
 # Optimizer states that are running averages of gradients, and 0 at the start. Others (iterates, step sizes, quantised
 # codes) mean something else by 0.
@@ -33,15 +37,15 @@ class Relocation:
     """The record of one relocation, plain Python values.
 
     Args:
-        epoch: Epochs observed before the move.
+        epoch: Epochs (or periods of `relocate_every` steps) observed before the move.
         prompt: k*, index of the prompt that moved. None if nothing could be decided, see `note`.
-        from_block: Block it was pruned from, 1 … L.
-        block: a*, block it was given to, 1 … L.
-        idleness: Its score when it was pruned, in loss units.
+        from_block: Block it was pruned from, 1 … L, or 0 if it came from the reserve.
+        block: a*, block it was given to, 1 … L, or 0 if it was pruned for good.
+        idleness: Its score when it was pruned, in loss units. None for a prompt from the reserve.
         idleness_stderr: Standard error of that score over images.
-        loss_before: Mean training loss of the epoch before the move.
-        loss_after: Mean training loss of the epoch after the move; None until it is known.
-        reward: Eq. 8; None until it is known.
+        loss_before: Mean loss of the epoch before the move, on training images or on the score batches.
+        loss_after: The same of the epoch after the move; None until it is known.
+        reward: What the policy learned from the move, in loss units; None until it is known.
         policy: Diagnostics of the policy's update that this reward set off, if it did.
         note: Why nothing was decided or learned, if so.
     """
@@ -64,7 +68,6 @@ class _Pending:
     """A move whose reward is not known yet."""
 
     relocation: Relocation
-    state: torch.Tensor
     choice: Choice
 
 
@@ -79,10 +82,14 @@ class Relocator:
         config: When, which and where to.
         optimizer: The optimizer of the prompts. Given, the moments of a prompt that moves are reset, where they are
             those of PyTorch's own optimizers.
+        score_batches: Batches to measure scores and losses on, in eval mode before each relocation, in place of the
+            training steps; for example held-out images. They are iterated over each time.
+        compute_loss: The mean loss of the model on a score batch; by default `model(**batch).loss`.
 
     Raises:
         ValueError: If the model has no PROVPT adapter, or is wrapped for several devices in a way that hides its
-            prompts or scores. DistributedDataParallel and FSDP version 2 are supported.
+            prompts or scores. DistributedDataParallel and FSDP version 2 are supported. Or if the config asks for
+            exact scores and there are no score batches.
 
     Example:
         ```python
@@ -104,6 +111,8 @@ class Relocator:
         model: nn.Module,
         config: RelocationConfig | None = None,
         optimizer: torch.optim.Optimizer | None = None,
+        score_batches: Iterable[dict[str, torch.Tensor]] | None = None,
+        compute_loss: Callable[[nn.Module, Any], torch.Tensor] | None = None,
     ) -> None:
         tuner = next((module for module in model.modules() if isinstance(module, ProVPTModel)), None)
         if tuner is None:
@@ -116,20 +125,30 @@ class Relocator:
         self.model = model
         self.tuner = tuner
         self.config = config if config is not None else RelocationConfig()
+        if self.config.idleness == "exact" and score_batches is None:
+            raise ValueError(
+                "Exact scores are measured on batches of their own, but none were given. Pass `score_batches` to the "
+                "`Relocator` or `score_dataset` to the callback, or choose another `idleness`."
+            )
         self.optimizer = optimizer
+        self.score_batches = score_batches
+        self.compute_loss = compute_loss or (lambda model, batch: model(**batch).loss)
         self.adapter_name = tuner.active_adapters[0]
         self.history: list[Relocation] = []
         self.metrics: dict[str, float] = {}
         self.epoch = 0
         self.generator = torch.Generator().manual_seed(self.config.seed)
-        self.policy = PPO(tuner.num_blocks, self.config.ppo, self.generator)
+        self.policy = make_policy(self.config.allocator, tuner.num_blocks, self.config.ppo, self.generator)
         num_prompts = len(self.tuner.prompts(self.adapter_name))
-        self._window = IdlenessWindow(num_prompts)
+        self.window = IdlenessWindow(num_prompts, curvature=0.5 if self.config.idleness in SECOND_ORDER else 0.0)
         # Sum of the steps' losses, number of steps.
         self._loss = torch.zeros(2, dtype=torch.float64)
-        self._pending: _Pending | None = None
-        self._observation = Observation(self.config.idleness, self.adapter_name, num_prompts)
-        tuner.bank.observation = self._observation
+        self._pending: list[_Pending] = []
+        # Steps since the last relocation.
+        self._step = 0
+        observed = self.config.idleness if self.config.idleness in ("gate", "taylor") else "fisher"
+        self._observation = Observation(observed, self.adapter_name, num_prompts)
+        self.observe_next_step()
 
     # ---- while training ---------------------------------------------------------------------------------------------
 
@@ -145,17 +164,20 @@ class Relocator:
                 for no scaler: what is not finite is then noted in `history`.
         """
         moments = self._observation.take()
-        if loss_scale != 1.0:
-            if self._overflowed(moments):
-                return
-            if moments is not None:
-                # Sums of scores, of their squares, and numbers of images.
-                powers = torch.tensor([[loss_scale], [loss_scale**2], [1.0]], dtype=torch.float64)
-                moments = moments.to("cpu", torch.float64) / powers
+        if self.tuner.bank.enabled_adapter == self.adapter_name:
+            self._step += 1
+            self.observe_next_step()
+        if loss_scale != 1.0 and self._overflowed(moments):
+            return
         if moments is not None:
-            self._window.add_step(moments)
+            self.window.add_step(moments, loss_scale)
         if loss is not None:
             self.record_loss(loss.item() if isinstance(loss, torch.Tensor) else loss, steps=1)
+
+    def observe_next_step(self) -> None:
+        """Let the blocks report in the next optimizer step, or not."""
+        scored = self.score_batches is None and self._step % self.config.score_every == 0
+        self.tuner.bank.observation = self._observation if scored else None
 
     def _overflowed(self, moments: torch.Tensor | None) -> bool:
         """Whether a scaler skips the step. It asks the gradients, and so has this: an overflow in the head or in
@@ -170,16 +192,19 @@ class Relocator:
         """Take in the mean training loss of some optimizer steps."""
         self._loss += torch.tensor([loss * steps, steps], dtype=torch.float64)
 
-    def relocate(self) -> list[Relocation]:
-        """Reward the last move, prune the most idle prompt and allocate it. Call it before each epoch.
+    def relocate(self, progress: float = 0.0) -> list[Relocation]:
+        """Reward the last moves, prune the most idle prompts and allocate them. Call it before each epoch.
+
+        Args:
+            progress: The share of training that is done, 0 … 1. Only `settle` looks at it.
 
         Returns:
             The records of the moves made, empty where nothing moved. `history` keeps them all.
         """
-        return self._turn(move=True)
+        return self._turn(move=progress < 1.0 - self.config.settle)
 
     def finish(self) -> None:
-        """Learn the reward of the last move, without a further one, and stop observing. Call it after training."""
+        """Learn the reward of the last moves, without a further one, and stop observing. Call it after training."""
         self._turn(move=False)
         if self.tuner.bank.observation is self._observation:
             self.tuner.bank.observation = None
@@ -195,103 +220,285 @@ class Relocator:
         if not (idleness.is_finite() and math.isfinite(loss)):
             self._note_not_finite()
             return []
-        self._reward(loss)
+        self._reward(idleness, loss)
         if not move or self.epoch < self.config.warmup_epochs:
             return []
-        prompt = idleness.most_idle()
-        if not idleness.stands_out(prompt, self.config.significance):
-            return []
-        return [self._move(prompt, idleness, loss)]
+        moves = self._prune(idleness, loss) if self.config.adjust == "prune" else self._relocate(idleness, loss)
+        self.history += moves
+        if moves:
+            first = moves[0]
+            details = {
+                "prompt": first.prompt,
+                "from_block": first.from_block,
+                "to_block": first.block,
+                "idleness": first.idleness,
+            }
+            self.metrics |= {"moves": len(moves)} | {k: v for k, v in details.items() if v is not None}
+        return moves
 
     def _gather(self) -> tuple[Idleness | None, float]:
         """Scores and mean loss since the last call, over all processes. No scores if nothing was trained."""
-        sums = torch.cat([self._window.sums.flatten(), self._loss])
-        self._window.clear()
+        sums = torch.cat([self.window.sums.flatten(), self._loss])
+        self.window.clear()
         self._loss.zero_()
+        self._step = 0
+        self.observe_next_step()
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             on_device = sums.to(self.tuner.prompts(self.adapter_name).device)
             torch.distributed.all_reduce(on_device)
             sums = on_device.cpu()
-        moments, (loss_sum, steps) = sums[:-2].view(3, -1), sums[-2:].tolist()
-        if not moments[2].any():
+        moments, (loss_sum, steps) = sums[:-2].view_as(self.window.sums), sums[-2:].tolist()
+        if not moments[-1].any() and (self.score_batches is None or not steps):
             return None, math.nan
         if not steps:
             raise RuntimeError(
                 "Relocation needs the training loss beside the scores, but none was recorded. "
                 "Call `record_step(loss)`, or `record_loss` before `relocate`."
             )
+        if self.score_batches is not None:
+            return self.measure(self.score_batches)
         # A prompt that was undistributed by hand since it was scored is in no block that it could be pruned from.
         moments[:, self.tuner.prompt_blocks(self.adapter_name).cpu() == 0] = 0.0
-        return self._window.scores(moments), loss_sum / steps
+        return self.window.scores(moments), loss_sum / steps
+
+    def measure(self, batches: Iterable[dict[str, torch.Tensor]]) -> tuple[Idleness, float]:
+        """Scores and mean loss on batches, in eval mode, the same in all processes."""
+        # Without a wrapper, which would wait for a backward pass.
+        model = next(module for module in self.model.modules() if getattr(module, "base_model", None) is self.tuner)
+        was_training = [module for module in model.modules() if module.training]
+        distributed = (self.tuner.prompt_blocks(self.adapter_name) != 0).nonzero()[:, 0].tolist()
+        removed = distributed if self.config.idleness == "exact" else []
+        window = IdlenessWindow(len(self.window.sums[0]), self.window.curvature)
+        model.eval()
+        try:
+            if removed:
+                loss = self._evaluate(model, batches, lambda batch: self._remove_each(model, batch, removed, window))
+                return window.scores(self._agreed(window.sums)), loss
+            loss = self._evaluate(model, batches, lambda batch: self._differentiate(model, batch, window))
+            idleness = window.scores(self._agreed(window.sums))
+            if self.config.screen and idleness.is_finite():
+                removed = self.ranking(idleness)[: self.config.screen]
+                exact = IdlenessWindow(len(window.sums[0]))
+                self._evaluate(model, batches, lambda batch: self._remove_each(model, batch, removed, exact))
+                idleness.score[removed] = exact.scores(self._agreed(exact.sums)).score[removed]
+                idleness.exact[removed] = True
+            return idleness, loss
+        finally:
+            self.tuner.bank.observation = None
+            for module in was_training:
+                module.training = True
+
+    def _evaluate(
+        self,
+        model: nn.Module,
+        batches: Iterable[dict[str, torch.Tensor]],
+        loss_of: Callable[[dict[str, torch.Tensor]], float],
+    ) -> float:
+        """The mean over batches of a function that returns a batch's loss."""
+        device = self.tuner.prompts(self.adapter_name).device
+        losses = [loss_of({name: tensor.to(device) for name, tensor in batch.items()}) for batch in batches]
+        if not losses:
+            raise ValueError("Scores are measured on the score batches, but there are none. Give at least one batch.")
+        return self._agreed(torch.tensor([sum(losses) / len(losses)], dtype=torch.float64)).item()
+
+    def _agreed(self, values: torch.Tensor) -> torch.Tensor:
+        """The first process's values. All are equal but for rounding, and decisions must not differ."""
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return values
+        on_device = values.to(self.tuner.prompts(self.adapter_name).device)
+        torch.distributed.broadcast(on_device, 0)
+        return on_device.cpu()
+
+    def _differentiate(self, model: nn.Module, batch: dict[str, torch.Tensor], window: IdlenessWindow) -> float:
+        """Add a batch's first-order scores to the window, without touching the parameters' gradients."""
+        self.tuner.bank.observation = self._observation
+        with torch.enable_grad():
+            loss = self.compute_loss(model, batch)
+            self._observation.take()
+            (moments,) = torch.autograd.grad(loss, [self._observation.moments])
+        window.add_step(moments)
+        return loss.item()
+
+    @torch.no_grad()
+    def _remove_each(
+        self, model: nn.Module, batch: dict[str, torch.Tensor], prompts: list[int], window: IdlenessWindow
+    ) -> float:
+        """Add the exact scores, Eq. 4, of some prompts on a batch to the window: a forward pass for each, and one with
+        all prompts. Their spread is over batches, since only the mean loss of a batch is known."""
+        loss = self.compute_loss(model, batch).item()
+        blocks = self.tuner.prompt_blocks(self.adapter_name).tolist()
+        moments = torch.zeros_like(window.sums)
+        for prompt in prompts:
+            self.tuner.move_prompt(prompt, 0, self.adapter_name)
+            try:
+                score = loss - self.compute_loss(model, batch).item()
+            finally:
+                self.tuner.move_prompt(prompt, blocks[prompt], self.adapter_name)
+            moments[:, prompt] = torch.tensor([*(score**power for power in range(1, 5)), 1.0])
+        window.add_step(moments)
+        return loss
 
     def _note_not_finite(self) -> None:
         note = "The training loss or its gradient was not finite: no prompt was moved and no reward was learned."
         logger.warning("%s (epoch %d)", note, self.epoch)
-        if self._pending is not None:
-            self._pending.relocation.note = note
-            self._pending = None
+        for pending in self._pending:
+            pending.relocation.note = note
+        self._pending = []
         self.history.append(Relocation(epoch=self.epoch, note=note))
 
-    def _reward(self, loss: float) -> None:
-        """Eq. 8 for the last move: the loss before it minus the loss after it minus the score of the moved prompt."""
-        if self._pending is None:
-            return
-        relocation, state, choice = self._pending.relocation, self._pending.state, self._pending.choice
-        self._pending = None
-        assert relocation.loss_before is not None
-        assert relocation.idleness is not None
-        relocation.loss_after = loss
-        relocation.reward = relocation.loss_before - loss - relocation.idleness
-        relocation.policy = self.policy.learn(state, choice, relocation.reward)
-        self.metrics |= {"reward": relocation.reward, **relocation.policy}
+    def _reward(self, idleness: Idleness, loss: float) -> None:
+        """Let the policy learn from the last moves."""
+        rewards = []
+        for pending in self._pending:
+            relocation = pending.relocation
+            assert relocation.prompt is not None
+            assert relocation.loss_before is not None
+            relocation.loss_after = loss
+            if self.config.reward == "paper":
+                # Eq. 8, with the score of the prompt that was moved.
+                reward = relocation.loss_before - loss - (relocation.idleness or 0.0)
+            else:
+                # The loss without the moved prompt minus the loss with it.
+                reward = -idleness.score[relocation.prompt].item()
+            if math.isnan(reward):
+                relocation.note = "The moved prompt has no score at its new block: no reward was learned."
+                continue
+            relocation.reward = reward
+            relocation.policy = self.policy.learn(pending.choice, reward)
+            rewards.append(reward)
+            self.metrics |= relocation.policy
+        self._pending = []
+        if rewards:
+            self.metrics["reward"] = sum(rewards) / len(rewards)
 
-    def _move(self, prompt: int, idleness: Idleness, loss: float) -> Relocation:
-        """Prune a prompt and allocate it to the block that the policy chooses."""
-        blocks = self.tuner.prompt_blocks(self.adapter_name).cpu()
+    def _relocate(self, idleness: Idleness, loss: float) -> list[Relocation]:
+        """Move up to `prompts_per_relocation` prompts, each with its own state and choice."""
+        scores = idleness.score.clone()
+        moves = []
+        for candidate in self._candidates(idleness):
+            blocks = self.tuner.prompt_blocks(self.adapter_name).cpu()
+            situation = Situation(scores, blocks, self.tuner.num_blocks, candidate)
+            choice = self.policy.choose(situation)
+            prompt = candidate
+            if prompt is None:
+                assert choice.source is not None
+                residents = (blocks == choice.source).nonzero()[:, 0]
+                prompt = int(residents[torch.randint(len(residents), (1,), generator=self.generator)])
+            elif self.config.trigger == "opportunity" and not self._pays(prompt, choice.block, situation, idleness):
+                continue
+            moves.append(self._move(prompt, choice, blocks, idleness, loss))
+            if choice.block != blocks[prompt]:
+                scores[prompt] = math.nan  # of another block
+        return moves
+
+    def _candidates(self, idleness: Idleness) -> Sequence[int | None]:
+        """The prompts that may move now; None leaves the choice to the policy."""
+        count = self.config.prompts_per_relocation
+        if self.config.adjust == "add":
+            blocks = self.tuner.prompt_blocks(self.adapter_name).tolist()
+            return [prompt for prompt, block in enumerate(blocks) if block == 0][:count]
+        if self.policy.chooses_source:
+            return [None] * count
+        candidates = []
+        # Norms and random numbers have no sign to decide by.
+        asks = self.config.trigger == "positive" and self.config.idleness not in ("norm", "random")
+        for prompt in self.ranking(idleness)[:count]:
+            if asks and not idleness.stands_out(prompt, self.config.significance):
+                break
+            candidates.append(prompt)
+        return candidates
+
+    def ranking(self, idleness: Idleness) -> list[int]:
+        """The distributed prompts, those to prune first."""
+        ranking = idleness.ranking()
+        if self.config.idleness == "norm":
+            norms = whole(self.tuner.prompts(self.adapter_name)).detach().norm(dim=1).tolist()
+            return sorted(ranking, key=norms.__getitem__)
+        if self.config.idleness == "random":
+            return [ranking[k] for k in torch.randperm(len(ranking), generator=self.generator).tolist()]
+        return ranking
+
+    def _pays(self, prompt: int, block: int, situation: Situation, idleness: Idleness) -> bool:
+        """Whether the prompts of a block earn more on average than a prompt does where it is, by `significance`
+        standard errors of the latter. For a block without prompts, the average of all blocks stands in."""
+        worth = situation.worth()
+        expected = worth[block - 1] if worth[block - 1].isfinite() else worth.nanmean()
+        gain = (expected + idleness.score[prompt]).item()
+        if self.config.significance == 0.0:
+            return gain > 0.0
+        return gain > self.config.significance * idleness.stderr[prompt].item()
+
+    def _move(self, prompt: int, choice: Choice, blocks: torch.Tensor, idleness: Idleness, loss: float) -> Relocation:
+        """Give a prompt to the block that was chosen."""
         source = int(blocks[prompt])
-        state = allocation_state(idleness.score, blocks, source, self.tuner.num_blocks)
-        choice = self.policy.choose(state)
+        scored = source != 0
         relocation = Relocation(
             epoch=self.epoch,
             prompt=prompt,
             from_block=source,
             block=choice.block,
-            idleness=idleness.score[prompt].item(),
-            idleness_stderr=idleness.stderr[prompt].item(),
+            idleness=idleness.score[prompt].item() if scored else None,
+            idleness_stderr=idleness.stderr[prompt].item() if scored else None,
             loss_before=loss,
         )
         if choice.block != source:
-            self._place(prompt, choice.block, residents=(blocks == choice.block).nonzero()[:, 0])
-        self._pending = _Pending(relocation, state, choice)
-        self.history.append(relocation)
-        self.metrics |= {
-            "prompt": prompt,
-            "from_block": source,
-            "to_block": choice.block,
-            "idleness": idleness.score[prompt].item(),
-        }
+            residents = (blocks == choice.block).nonzero()[:, 0]
+            self._place(prompt, choice.block, residents, idleness)
+        self._pending.append(_Pending(relocation, choice))
         return relocation
 
-    @torch.no_grad()
-    def _place(self, prompt: int, block: int, residents: torch.Tensor) -> None:
-        """Move a prompt and let it start from the mean of the prompts that are there.
+    def _prune(self, idleness: Idleness, loss: float) -> list[Relocation]:
+        """Take the most idle prompts out, once and for good (strategies A and B of Tab. 3)."""
+        if any(relocation.block == 0 for relocation in self.history):
+            return []
+        ranking = self.ranking(idleness)
+        blocks = self.tuner.prompt_blocks(self.adapter_name).cpu()
+        moves = []
+        for prompt in ranking[: round(self.config.prune_share * len(ranking))]:
+            moves.append(
+                Relocation(
+                    epoch=self.epoch,
+                    prompt=prompt,
+                    from_block=int(blocks[prompt]),
+                    block=0,
+                    idleness=idleness.score[prompt].item(),
+                    idleness_stderr=idleness.stderr[prompt].item(),
+                    loss_before=loss,
+                )
+            )
+            self.tuner.move_prompt(prompt, 0, self.adapter_name)
+        return moves
 
-        The mean changes the loss less than the median prompt's removal does, and learns at its neighbours' rate (see
-        docs/relocation.md for the measurement). The reference code scales the vector by 1e-3 instead, which LayerNorm
-        undoes. With fewer than two residents the prompt keeps its vector, since a copy would stay one. The optimizer's
-        moments for the row belong to the old place and are reset.
+    @torch.no_grad()
+    def _place(self, prompt: int, block: int, residents: torch.Tensor, idleness: Idleness) -> None:
+        """Move a prompt and let it start from the config's `start`.
+
+        The mean of the residents changes the loss less than the median prompt's removal does, and learns at its
+        neighbours' rate (see docs/relocation.md for the measurement). The reference code scales the vector by 1e-3
+        instead, which LayerNorm undoes. Where there is nothing to copy, the prompt keeps its vector, and so it does
+        where it would be the mean of one, since a copy would stay one. The optimizer's moments for the row belong to
+        the old place and are reset.
 
         Args:
             prompt: k*.
             block: a*, another block than the prompt's.
             residents: Indices of the prompts in that block.
+            idleness: The scores.
         """
         reshard(self.model)
         prompts = self.tuner.prompts(self.adapter_name)
         self.tuner.move_prompt(prompt, block, self.adapter_name)
-        if len(residents) >= 2:
-            rows = whole(prompts)
+        start = self.config.start
+        rows = whole(prompts)
+        if start == "mean" and len(residents) >= 2:
             write_row(prompts, prompt, rows[residents.to(rows.device)].mean(dim=0))
+        elif start == "best" and len(residents) >= 1:
+            best = residents[idleness.score[residents].nan_to_num(nan=torch.inf).argmin()]
+            write_row(prompts, prompt, rows[best].clone())
+        elif start == "fresh":
+            bound = self.tuner.bank.bound
+            fresh = torch.empty(rows.shape[1]).uniform_(-bound, bound, generator=self.generator)
+            write_row(prompts, prompt, fresh.to(rows))
         if self.optimizer is not None:
             for name, moment in self.optimizer.state.get(prompts, {}).items():
                 if name in _MOMENTS and moment.is_floating_point() and moment.shape == prompts.shape:
@@ -303,13 +510,17 @@ class Relocator:
         """All that a resumed run needs, JSON-able: policy, scores so far, pending move, history, generator."""
         return to_json(
             {
-                "num_prompts": self._window.sums.shape[1],
+                "num_prompts": self.window.sums.shape[1],
                 "num_blocks": self.tuner.num_blocks,
                 "epoch": self.epoch,
-                "window": self._window.sums,
+                "window": self.window.sums,
                 "loss": self._loss,
                 "history": [asdict(relocation) for relocation in self.history],
-                "pending": self._pending and {"state": self._pending.state, "choice": asdict(self._pending.choice)},
+                "pending": [
+                    {"relocation": self.history.index(pending.relocation), "choice": asdict(pending.choice)}
+                    for pending in self._pending
+                ],
+                "step": self._step,
                 "policy": self.policy.state_dict(),
                 "generator": self.generator.get_state(),
             }
@@ -323,19 +534,20 @@ class Relocator:
         """
         state = from_json(state)
         saved = state["num_prompts"], state["num_blocks"]
-        present = self._window.sums.shape[1], self.tuner.num_blocks
+        present = self.window.sums.shape[1], self.tuner.num_blocks
         if saved != present:
             raise ValueError(
                 f"The relocator's state was saved for {saved[0]} prompts in {saved[1]} blocks, but the model has "
                 f"{present[0]} prompts in {present[1]} blocks. Resume with the config that the run began with."
             )
         self.epoch = state["epoch"]
-        self._window.sums.copy_(state["window"])
+        self.window.sums.copy_(state["window"])
         self._loss.copy_(state["loss"])
         self.history = [Relocation(**record) for record in state["history"]]
-        self._pending = None
-        if state["pending"] is not None:
-            pending = state["pending"]
-            self._pending = _Pending(self.history[-1], pending["state"], Choice(**pending["choice"]))
+        self._pending = [
+            _Pending(self.history[pending["relocation"]], Choice(**pending["choice"])) for pending in state["pending"]
+        ]
+        self._step = state["step"]
+        self.observe_next_step()
         self.policy.load_state_dict(state["policy"])
         self.generator.set_state(state["generator"])

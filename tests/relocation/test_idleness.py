@@ -14,37 +14,69 @@ from provpt_peft.relocation.idleness import IdlenessWindow
 # ---- the pure part --------------------------------------------------------------------------------------------------
 
 
+def shares(gradients):
+    """The moments (5, 1) of one prompt in one step, from the images' shares of its gradient."""
+    gradients = torch.tensor(gradients, dtype=torch.float64)
+    return torch.stack([*((gradients**power).sum() for power in range(1, 5)), torch.tensor(len(gradients))])[:, None]
+
+
 def test_mean_and_standard_error_by_hand():
     # One prompt, one step of 4 images whose own scores are 1, 2, 3, 6. The loss is their mean, so each image's share
     # of the gradient is a quarter: 0.25, 0.5, 0.75, 1.5 with sum 3 and sum of squares 3.125.
     # Mean 3; sample variance (4 + 1 + 0 + 9) / 3 = 14/3; standard error sqrt(14/3 / 4) = sqrt(7/6).
     window = IdlenessWindow(1)
-    window.add_step(torch.tensor([[3.0], [3.125], [4.0]]))
+    window.add_step(shares([0.25, 0.5, 0.75, 1.5]))
     idleness = window.scores()
     assert idleness.score.tolist() == [3.0]
     assert idleness.stderr.item() == pytest.approx(math.sqrt(7 / 6))
 
 
+def test_ranking_is_among_the_exact_scores_if_there_are_any():
+    window = IdlenessWindow(4)
+    window.add_step(torch.cat([shares([score]) for score in (1.0, 3.0, 2.0, 0.5)], dim=1))
+    idleness = window.scores()
+    assert idleness.ranking() == [1, 2, 0, 3]
+    idleness.score[1], idleness.exact[1:3] = -1.0, True
+    assert idleness.ranking() == [2, 1]
+
+
+def test_second_order_by_hand():
+    # One step of 2 images whose own derivatives are 1 and 3, so their shares are 0.5 and 1.5. To second order their
+    # scores are 1 - 1/2 = 0.5 and 3 - 9/2 = -1.5: mean -0.5, sample variance 2, standard error sqrt(2 / 2) = 1.
+    window = IdlenessWindow(1, curvature=0.5)
+    window.add_step(shares([0.5, 1.5]))
+    idleness = window.scores()
+    assert idleness.score.item() == pytest.approx(-0.5)
+    assert idleness.stderr.item() == pytest.approx(1.0)
+
+
+def test_loss_scale_is_divided_out():
+    plain, scaled = IdlenessWindow(1, curvature=0.5), IdlenessWindow(1, curvature=0.5)
+    plain.add_step(shares([0.5, 1.5]))
+    scaled.add_step(shares([4.0, 12.0]), loss_scale=8.0)
+    torch.testing.assert_close(scaled.sums, plain.sums)
+
+
 def test_images_of_small_and_large_steps_count_alike():
     # 3 images with score 1 in one step (shares 1/3), 1 image with score 5 in another: mean (3 + 5) / 4 = 2.
     window = IdlenessWindow(1)
-    window.add_step(torch.tensor([[1.0], [3 / 9], [3.0]]))
-    window.add_step(torch.tensor([[5.0], [25.0], [1.0]]))
+    window.add_step(shares([1 / 3, 1 / 3, 1 / 3]))
+    window.add_step(shares([5.0]))
     assert window.scores().score.item() == pytest.approx(2.0)
 
 
 def test_undistributed_prompts_have_no_score():
     window = IdlenessWindow(2)
-    window.add_step(torch.tensor([[-1.0, 0.0], [0.5, 0.0], [2.0, 0.0]]))
+    window.add_step(torch.cat([shares([-0.5, -0.5]), torch.zeros(5, 1)], dim=1))
     idleness = window.scores()
     assert idleness.score[1].isnan()
     assert idleness.is_finite()
-    assert idleness.most_idle() == 0
+    assert idleness.ranking() == [0]
 
 
 def test_not_a_number_is_noticed():
     window = IdlenessWindow(2)
-    window.add_step(torch.tensor([[math.nan, 1.0], [1.0, 1.0], [2.0, 2.0]]))
+    window.add_step(torch.cat([shares([math.nan]), shares([1.0])], dim=1))
     assert not window.scores().is_finite()
 
 
@@ -52,8 +84,7 @@ def test_not_a_number_is_noticed():
 def test_significance_is_in_standard_errors(significance, stands_out):
     # Three images with scores 0, 0.5 and 1: mean 0.5, standard error 0.5 / sqrt(3) = 0.289.
     window = IdlenessWindow(1)
-    shares = (torch.tensor([0.5, 1.0, 1.5]) - 0.5) / 3
-    window.add_step(torch.tensor([[shares.sum()], [shares.square().sum()], [3.0]]))
+    window.add_step(shares([0.0, 0.5 / 3, 1.0 / 3]))
     idleness = window.scores()
     assert idleness.score.item() == pytest.approx(0.5)
     assert idleness.stderr.item() == pytest.approx(0.5 / math.sqrt(3))
@@ -70,7 +101,7 @@ def observed(model, inputs, targets, score="gate", micro_batches=1):
         (model(pixel_values=x, labels=y).loss / micro_batches).backward()
     relocator.record_step()
     model.base_model.bank.observation = None
-    return relocator._window.scores()
+    return relocator.window.scores()
 
 
 def weighted_attention(factors):

@@ -8,17 +8,19 @@ import torch
 from provpt_peft import PPOConfig
 from provpt_peft.relocation.ppo import (
     PPO,
-    Choice,
     RewardScale,
     advantages_and_returns,
-    allocation_state,
     clipped_policy_loss,
 )
 from provpt_peft.relocation.serialization import from_json, to_json
 
 
 def make(num_blocks=12, seed=0, **settings):
-    return PPO(num_blocks, PPOConfig(**settings), torch.Generator().manual_seed(seed))
+    return PPO(3 * num_blocks, num_blocks, PPOConfig(**settings), torch.Generator().manual_seed(seed))
+
+
+def act(ppo, state):
+    return ppo.act(state, torch.zeros(ppo.actor[-1].out_features))
 
 
 def test_number_of_weights_is_the_paper_s():
@@ -30,21 +32,6 @@ def test_number_of_weights_is_the_paper_s():
 
 def test_learning_rates_are_the_paper_s():
     assert [group["lr"] for group in make().optimizer.param_groups] == [3e-4, 1e-3]
-
-
-def test_state_by_hand():
-    # 3 blocks. Scores summed by block: 1 + 2 = 3, 0, -3; mean 0, standard deviation sqrt(18 / 3) = sqrt(6).
-    # Counts 2, 0, 1; after pruning one from block 1: 1, 0, 1, divided by their sum: 0.5, 0, 0.5. Source: block 1.
-    # The last prompt is undistributed and has no score.
-    scores = torch.tensor([1.0, 2.0, -3.0, math.nan])
-    state = allocation_state(scores, torch.tensor([1, 1, 3, 0]), source=1, num_blocks=3)
-    root = math.sqrt(6)
-    torch.testing.assert_close(state, torch.tensor([3 / root, 0, -3 / root, 0.5, 0, 0.5, 1, 0, 0]))
-
-
-def test_state_of_equal_scores_is_finite():
-    state = allocation_state(torch.zeros(2), torch.tensor([1, 2]), source=2, num_blocks=2)
-    assert state.tolist() == [0, 0, 1, 0, 0, 1]
 
 
 def test_advantages_by_hand():
@@ -96,8 +83,8 @@ def test_reward_scale_by_hand():
 def test_update_comes_after_moves_per_update_rewards():
     ppo = make(3, moves_per_update=2)
     state = torch.zeros(9)
-    assert ppo.learn(state, ppo.choose(state), 1.0) == {}
-    metrics = ppo.learn(state, ppo.choose(state), -1.0)
+    assert ppo.learn(act(ppo, state)[1], 1.0) == {}
+    metrics = ppo.learn(act(ppo, state)[1], -1.0)
     assert set(metrics) == {"policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac"}
     assert all(type(value) is float for value in metrics.values())
     assert ppo.moves == []
@@ -117,21 +104,32 @@ def test_learns_the_one_good_block(seed):
     states = torch.Generator().manual_seed(100 + seed)
     for _ in range(600):
         state = torch.randn(12, generator=states)
-        choice = ppo.choose(state)
-        ppo.learn(state, choice, float(choice.block == 3))
-    chosen = [ppo.choose(torch.randn(12, generator=states)).block for _ in range(100)]
-    assert chosen.count(3) >= 80
+        action, memory = act(ppo, state)
+        ppo.learn(memory, float(action == 2))
+    chosen = [act(ppo, torch.randn(12, generator=states))[0] for _ in range(100)]
+    assert chosen.count(2) >= 80
 
 
 def test_learning_raises_the_probability_of_what_was_rewarded():
     ppo = make(3, moves_per_update=2)
     state = torch.zeros(9)
     before = ppo.actor(state).softmax(dim=-1)[1].item()
-    log_prob = math.log(before)
     value = ppo.critic(state).item()
+    memory = {
+        "state": state, "offset": torch.zeros(3), "action": 1, "log_prob": math.log(before), "value": value
+    }  # fmt: skip
     for _ in range(2):
-        ppo.learn(state, Choice(block=2, log_prob=log_prob, value=value), 1.0)
+        ppo.learn(memory, 1.0)
     assert ppo.actor(state).softmax(dim=-1)[1].item() > before
+
+
+def test_offsets_are_added_to_the_logits():
+    ppo = make(3)
+    offset = torch.tensor([0.0, -1e9, 50.0])
+    assert {ppo.act(torch.zeros(9), offset)[0] for _ in range(20)} == {2}
+    for _ in range(2):
+        metrics = ppo.learn(ppo.act(torch.zeros(9), offset)[1], 1.0)
+    assert all(math.isfinite(value) for value in metrics.values())
 
 
 def test_draws_from_its_own_generator():
@@ -141,19 +139,18 @@ def test_draws_from_its_own_generator():
     ppo = make()
     state = torch.zeros(36)
     for _ in range(4):
-        ppo.learn(state, ppo.choose(state), 1.0)
+        ppo.learn(act(ppo, state)[1], 1.0)
     assert torch.equal(torch.rand(3), expected)
 
 
 def test_restored_policy_goes_on_the_same():
     def play(ppo, moves):
-        blocks = []
+        actions = []
         for _ in range(moves):
-            state = torch.ones(36)
-            choice = ppo.choose(state)
-            ppo.learn(state, choice, float(choice.block))
-            blocks.append(choice.block)
-        return blocks
+            action, memory = act(ppo, torch.ones(36))
+            ppo.learn(memory, float(action))
+            actions.append(action)
+        return actions
 
     first = make(seed=1)
     play(first, 5)  # one move is waiting for an update

@@ -15,13 +15,14 @@ def setup(optimizer_class=torch.optim.AdamW, config=None, **adapter):
     model = tiny.prompted(tiny.make("vit"), **adapter)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = optimizer_class(parameters, lr=1e-2)
-    return model, optimizer, Relocator(model, config or RelocationConfig(), optimizer)
+    return model, optimizer, Relocator(model, config or RelocationConfig(idleness="gate"), optimizer)
 
 
 def report(relocator, scores, loss, images=4):
     """Make the blocks report these scores, the same for each image."""
     scores = torch.tensor(scores, dtype=torch.float32)
-    moments = torch.stack([scores, scores.square() / images, torch.full_like(scores, images)])
+    shares = scores / images
+    moments = torch.stack([*(images * shares**power for power in range(1, 5)), torch.full_like(scores, images)])
     relocator._observation.moments.grad = moments
     relocator.record_step(loss)
 
@@ -87,7 +88,7 @@ def test_loss_is_a_mean_over_steps():
     _, _, relocator = setup()
     relocator.record_loss(3.0, steps=1)
     relocator.record_loss(1.0, steps=3)
-    relocator._observation.moments.grad = torch.ones(3, 12)
+    relocator._observation.moments.grad = torch.ones(5, 12)
     relocator.record_step()
     (move,) = relocator.relocate()
     assert move.loss_before == 1.5
@@ -99,7 +100,7 @@ def test_not_finite_moves_nothing_and_learns_nothing(what, value):
     model, _, relocator = setup(config=RelocationConfig(ppo=PPOConfig(moves_per_update=1)))
     report(relocator, [1.0] * 12, loss=1.0)
     (pending,) = relocator.relocate()
-    weights = [p.clone() for p in relocator.policy.actor.parameters()]
+    weights = [p.clone() for p in relocator.policy.ppo.actor.parameters()]
     before = model.base_model.prompt_blocks()
 
     loss = value if what == "loss" else 1.0
@@ -110,7 +111,7 @@ def test_not_finite_moves_nothing_and_learns_nothing(what, value):
     assert "not finite" in pending.note
     assert relocator.history[-1].prompt is None
     assert "not finite" in relocator.history[-1].note
-    assert all(torch.equal(p, w) for p, w in zip(relocator.policy.actor.parameters(), weights, strict=True))
+    assert all(torch.equal(p, w) for p, w in zip(relocator.policy.ppo.actor.parameters(), weights, strict=True))
 
     report(relocator, [1.0] * 12, loss=1.0)
     assert len(relocator.relocate()) == 1
@@ -148,7 +149,7 @@ def test_a_moved_prompt_starts_from_the_mean_with_fresh_moments(optimizer_class)
     )
     model, optimizer, relocator = setup(optimizer)
     train_epoch(model, optimizer, relocator)
-    relocator._window.clear()
+    relocator.window.clear()
     relocator._loss.zero_()
     prompts = model.base_model.prompts()
     rows = prompts.detach().clone()
@@ -198,7 +199,7 @@ def test_same_history_with_and_without_a_save_in_between():
         for epoch in range(6):
             if epoch == save_at:
                 saved = json.loads(json.dumps(relocator.state_dict()))
-                relocator = Relocator(model, RelocationConfig(seed=99), optimizer)
+                relocator = Relocator(model, RelocationConfig(idleness="gate", seed=99), optimizer)
                 relocator.load_state_dict(saved)
             relocator.relocate()
             train_epoch(model, optimizer, relocator)
@@ -237,7 +238,7 @@ def test_metrics_are_plain_numbers():
         report(relocator, [1.0] * 12, loss=1.0)
         relocator.relocate()
     assert set(relocator.metrics) == {
-        "prompt", "from_block", "to_block", "idleness", "reward",
+        "moves", "prompt", "from_block", "to_block", "idleness", "reward",
         "policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac",
     }  # fmt: skip
     assert all(type(value) in (int, float) for value in relocator.metrics.values())

@@ -1,0 +1,114 @@
+"""The tasks of the benchmarks as tensors: scikit-learn's digits, and the orientation of sprites as in dSprites."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw
+from sklearn.datasets import load_digits
+from torch.nn import functional as F
+
+
+MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)
+STD = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
+# Pixels of a side are drawn so many times finer and averaged.
+OVERSAMPLING = 4
+ORIENTATIONS, SCALES, POSITIONS = 40, 6, 32
+ORIENTATION_CLASSES = 16
+TEST_IMAGES = 1000
+
+
+@dataclass
+class Split:
+    """Images (B, 3, size, size), normalised as for ImageNet, and labels (B,)."""
+
+    images: torch.Tensor
+    labels: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: slice | torch.Tensor) -> Split:
+        return Split(self.images[index], self.labels[index])
+
+
+@dataclass
+class Task:
+    """A classification task with its splits."""
+
+    num_labels: int
+    train: Split
+    validation: Split
+    test: Split
+
+
+def load(name: str, size: int = 56, train: int = 800, validation: int = 200, seed: int = 0) -> Task:
+    """A task by name: `digits` (1,797 images in all) or `orientation`. At most 1,000 test images.
+
+    Args:
+        name: Name of the task.
+        size: Side of an image in pixels, a multiple of the backbone's patch size.
+        train: Training images.
+        validation: Validation images.
+        seed: Seed of the split, and of the sprites.
+    """
+    if name == "digits":
+        everything, num_labels = _digits(size), 10
+    elif name == "orientation":
+        everything, num_labels = _sprites(size, train + validation + TEST_IMAGES, seed), ORIENTATION_CLASSES
+    else:
+        raise ValueError(f"`name` must be digits or orientation, got {name!r}.")
+    order = torch.randperm(len(everything), generator=torch.Generator().manual_seed(seed))
+    parts = order.split([train, validation, len(order) - train - validation])
+    return Task(
+        num_labels,
+        *(everything[part[:limit]] for part, limit in zip(parts, (train, validation, TEST_IMAGES), strict=True)),
+    )
+
+
+def _normalised(gray: torch.Tensor) -> torch.Tensor:
+    """(B, size, size) in 0 … 1 to (B, 3, size, size)."""
+    return (gray[:, None] - MEAN) / STD
+
+
+def _digits(size: int) -> Split:
+    data = load_digits()
+    gray = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16
+    gray = F.interpolate(gray, size=(size, size), mode="bicubic").clamp(0, 1)[:, 0]
+    return Split(_normalised(gray), torch.tensor(data.target))
+
+
+def _outlines() -> list[np.ndarray]:
+    """Square, ellipse and heart as polygons (points, 2) of about the same area."""
+    t = np.linspace(0, 2 * math.pi, 100, endpoint=False)
+    square = np.array([[-1, -1], [1, -1], [1, 1], [-1, 1]]) * 0.9
+    ellipse = np.stack([0.75 * np.cos(t), 1.4 * np.sin(t)], axis=1)
+    heart = np.stack([
+        16 * np.sin(t) ** 3,
+        -(13 * np.cos(t) - 5 * np.cos(2 * t) - 2 * np.cos(3 * t) - np.cos(4 * t)),
+    ], axis=1) / 14  # fmt: skip
+    return [square, ellipse, heart]
+
+
+def _sprites(size: int, count: int, seed: int) -> Split:
+    """White shapes on black with the factors of dSprites; the label is the orientation in 16 bins of its 40 values."""
+    rng = np.random.default_rng(seed)
+    outlines, side = _outlines(), size * OVERSAMPLING
+    pictures, labels = [], []
+    for _ in range(count):
+        outline = outlines[rng.integers(3)]
+        scale = 0.5 + 0.5 * rng.integers(SCALES) / (SCALES - 1)
+        orientation = int(rng.integers(ORIENTATIONS))
+        position = rng.integers(POSITIONS, size=2) / (POSITIONS - 1)
+        angle = 2 * math.pi * orientation / ORIENTATIONS
+        turn = np.array([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
+        centre = 0.2 + 0.6 * position
+        points = (centre + 0.12 * scale * outline @ turn.T) * side
+        picture = Image.new("L", (side, side))
+        ImageDraw.Draw(picture).polygon([tuple(point) for point in points], fill=255)
+        pictures.append(np.asarray(picture.resize((size, size), Image.Resampling.BOX), dtype=np.float32) / 255)
+        labels.append(orientation * ORIENTATION_CLASSES // ORIENTATIONS)
+    return Split(_normalised(torch.tensor(np.stack(pictures))), torch.tensor(labels))

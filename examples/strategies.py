@@ -1,0 +1,253 @@
+"""Compare strategies of adapting the distribution of prompts: the rows of the paper's Tab. 3, and settings of ours.
+
+    python examples/strategies.py                       # runs what is missing in results/strategies.jsonl
+    python examples/strategies.py --report              # prints the tables of what is there
+
+Each run is one line of the results file, so a run that was stopped goes on where it was. Runs are independent: several
+processes may share a file if each takes seeds or tasks of its own. Settings are compared on validation accuracy; the
+test split is read once a run, for the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel, get_peft_model
+from tqdm.auto import tqdm
+from transformers import AutoModelForImageClassification
+
+from provpt_peft import ProVPTConfig, RelocationConfig, Relocator
+
+
+sys.path.append(str(Path(__file__).resolve().parent / "benchmarks"))
+import tasks
+from digits import CHECKPOINT, make_optimizer, train_epoch
+from dinov2_small import prepare
+
+
+# Runs by name: settings of `RelocationConfig`, or None where nothing is relocated. Percentages are those of (A), (B).
+PERCENTAGES = range(10, 100, 10)
+STRATEGIES: dict[str, RelocationConfig | None] = {
+    "VPT baseline": None,
+    **{f"A{p}": RelocationConfig.preset("A", prune_share=p / 100) for p in PERCENTAGES},
+    **{f"B{p}": RelocationConfig.preset("B", prune_share=p / 100) for p in PERCENTAGES},
+    **{name: RelocationConfig.preset(name) for name in ("C", "D", "E", "F", "G", "adding", "paper", "default")},
+}
+TITLES = {
+    "VPT baseline": "VPT baseline",
+    "A": "(A) Pruning",
+    "B": "(B) Pruning",
+    "C": "(C) Naive RL",
+    "D": "(D) Random & Thompson",
+    "E": "(E) Random & PPO",
+    "F": "(F) Idleness & Thompson",
+    "G": "(G) Idleness & PPO",
+    "adding": "Adding",
+    "paper": "paper preset",
+    "default": "default preset",
+}
+# One setting of the default changed at a time.
+ABLATIONS: dict[str, dict[str, Any]] = {
+    "trigger=always": {"trigger": "always"},
+    "trigger=opportunity": {"trigger": "opportunity"},
+    "significance=2": {"significance": 2.0},
+    "reward=counterfactual": {"reward": "counterfactual"},
+    "allocator=greedy": {"allocator": "greedy", "trigger": "opportunity"},
+    "allocator=uniform": {"allocator": "uniform"},
+    "start=own": {"start": "own"},
+    "start=fresh": {"start": "fresh"},
+    "start=best": {"start": "best"},
+    "settle=0.5": {"settle": 0.5},
+    "prompts_per_relocation=3": {"prompts_per_relocation": 3},
+    "score on held-out images": {},
+}
+STRATEGIES |= {name: RelocationConfig(**changes) for name, changes in ABLATIONS.items()}
+
+
+def make_model(name: str, args: argparse.Namespace, num_labels: int, seed: int) -> PeftModel:
+    """DINOv2-S with the prompts that a strategy begins with."""
+    torch.manual_seed(seed)
+    base = AutoModelForImageClassification.from_pretrained(prepare(CHECKPOINT), num_labels=num_labels)
+    num_prompts: int | list[int] = args.num_prompts
+    reserve = 0
+    num_blocks = base.config.num_hidden_layers
+    if name.startswith("B"):
+        # So many that the baseline's budget is left after pruning, as even as can be.
+        budget = round(args.num_prompts * num_blocks / (1 - int(name[1:]) / 100))
+        num_prompts = [budget // num_blocks + (block < budget % num_blocks) for block in range(num_blocks)]
+    elif name == "adding":
+        # One prompt for each epoch in which one may be added.
+        reserve = args.epochs - 1
+        budget = args.num_prompts * num_blocks - reserve
+        num_prompts = [budget // num_blocks + (block < budget % num_blocks) for block in range(num_blocks)]
+    config = ProVPTConfig(num_prompts=num_prompts, reserve=reserve, modules_to_save=["classifier"])
+    return get_peft_model(base, config)
+
+
+@torch.no_grad()
+def accuracy(model: PeftModel, split: tasks.Split, batch_size: int = 128) -> float:
+    """Share of right answers in eval mode, in percent."""
+    model.eval()
+    right = 0
+    for images, labels in zip(split.images.split(batch_size), split.labels.split(batch_size), strict=True):
+        right += (model(pixel_values=images).logits.argmax(dim=-1) == labels).sum().item()
+    return 100 * right / len(split)
+
+
+def run(name: str, task_name: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Train and test one strategy. Returns its line of the results."""
+    task = tasks.load(task_name, args.image_size, args.train_images, seed=seed)
+    model = make_model(name, args, task.num_labels, seed)
+    optimizer = make_optimizer(model)
+    config = STRATEGIES[name]
+    relocator = None
+    if config is not None:
+        config.seed = seed
+        generator = torch.Generator().manual_seed(seed)
+        source = task.validation if name == "score on held-out images" else task.train
+        part = source[torch.randperm(len(source), generator=generator)[: config.score_images]]
+        batch = {"pixel_values": part.images, "labels": part.labels}
+        relocator = Relocator(model, config, optimizer, score_batches=[batch])
+    start = time.perf_counter()
+    for epoch in range(args.epochs):
+        if relocator is not None:
+            relocator.relocate(progress=epoch / args.epochs)
+        loss = train_epoch(
+            model,
+            optimizer,
+            task.train.images,
+            task.train.labels,
+            seed=1000 * seed + epoch,
+            after_backward=relocator.record_step if relocator is not None else lambda loss: None,
+        )
+    if relocator is not None:
+        relocator.finish()
+    history = relocator.history if relocator is not None else []
+    head = sum(p.numel() for n, p in model.named_parameters() if p.requires_grad and "provpt_" not in n)
+    tuner = model.base_model
+    policy = getattr(getattr(relocator, "policy", None), "ppo", None)
+    networks = 0 if policy is None else sum(p.numel() for m in (policy.actor, policy.critic) for p in m.parameters())
+    return {
+        "strategy": name,
+        "task": task_name,
+        "seed": seed,
+        "epochs": args.epochs,
+        "train_images": args.train_images,
+        "image_size": args.image_size,
+        "num_prompts": args.num_prompts,
+        "train_loss": loss,
+        "validation_accuracy": accuracy(model, task.validation),
+        "test_accuracy": accuracy(model, task.test),
+        "trained_parameters": tuner.prompts().numel() + networks,
+        "head_parameters": head,
+        "moves": sum(record.block not in (None, record.from_block) for record in history),
+        "relocations": sum(record.prompt is not None for record in history),
+        "distribution": tuner.prompt_distribution(),
+        "history": [
+            [r.epoch, r.prompt, r.from_block, r.block, r.idleness, r.idleness_stderr, r.reward] for r in history
+        ],
+        "seconds": time.perf_counter() - start,
+    }  # fmt: skip
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def chosen_percentage(letter: str, task: str, lines: list[dict[str, Any]]) -> str | None:
+    """The percentage of (A) or (B) with the best validation accuracy on the first seed, as the name of its run."""
+    tried = [
+        line for line in lines if line["task"] == task and line["seed"] == 0 and line["strategy"] in
+        {f"{letter}{p}" for p in PERCENTAGES}
+    ]  # fmt: skip
+    if len(tried) < len(PERCENTAGES):
+        return None
+    return max(tried, key=lambda line: line["validation_accuracy"])["strategy"]
+
+
+def report(path: Path) -> None:
+    """Print a table a task: mean and standard deviation over seeds."""
+    lines = read(path)
+    for task in sorted({line["task"] for line in lines}):
+        rows = [line for line in lines if line["task"] == task]
+        print(f"\n{task}")
+        print("| strategy | trained parameters (M) | val (%) | test (%) | moves | seeds |")
+        print("| --- | --- | --- | --- | --- | --- |")
+        names = ["VPT baseline", "A", "B", *list(TITLES)[3:], *ABLATIONS]
+        for name in names:
+            run_name = chosen_percentage(name, task, lines) if name in ("A", "B") else name
+            found = [line for line in rows if line["strategy"] == run_name]
+            if not found:
+                continue
+            title = TITLES.get(name, f"default, {name}")
+            if name in ("A", "B"):
+                title += f" {run_name[1:]} %"
+            parameters = statistics.mean(line["trained_parameters"] for line in found) / 1e6
+            cells = []
+            for split in ("validation_accuracy", "test_accuracy"):
+                values = [line[split] for line in found]
+                spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+                cells.append(f"{statistics.mean(values):.2f}{spread}")
+            moves = statistics.mean(line["moves"] for line in found)
+            print(f"| {title} | {parameters:.3f} | {' | '.join(cells)} | {moves:.1f} | {len(found)} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    table_3 = ["VPT baseline", "A", "B", *list(TITLES)[3:]]
+    parser.add_argument(
+        "--strategies", nargs="+", default=table_3,
+        help=f"which: {', '.join(table_3)}, or a setting: {', '.join(ABLATIONS)} (default: those of Tab. 3)",
+    )  # fmt: skip
+    parser.add_argument("--tasks", nargs="+", default=["digits", "orientation"], help="digits, orientation")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="seeds (default: 0 1 2)")
+    parser.add_argument("--epochs", type=int, default=10, help="epochs of a run (default: 10)")
+    parser.add_argument("--train_images", type=int, default=320, help="training images (default: 320)")
+    parser.add_argument("--image_size", type=int, default=42, help="side of an image in pixels (default: 42)")
+    parser.add_argument("--num_prompts", type=int, default=5, help="prompts in each block (default: 5)")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
+    parser.add_argument("--output", type=Path, default=Path("results/strategies.jsonl"), help="the results file")
+    parser.add_argument("--report", action="store_true", help="only print the tables")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    if args.report:
+        report(args.output)
+        return
+    unknown = set(args.strategies) - set(STRATEGIES) - {"A", "B"}
+    if unknown:
+        parser.error(f"unknown strategies {sorted(unknown)}, see --help")
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+
+    def missing(seeds: list[int]) -> list[tuple[str, str, int]]:
+        lines = read(args.output)
+        done = {(line["strategy"], line["task"], line["seed"]) for line in lines}
+        wanted = []
+        for seed in seeds:
+            for name in args.strategies:
+                for task in args.tasks:
+                    if name not in ("A", "B"):
+                        wanted.append((name, task, seed))
+                    elif seed == 0:
+                        wanted += [(f"{name}{p}", task, seed) for p in PERCENTAGES]
+                    elif (best := chosen_percentage(name, task, lines)) is not None:
+                        wanted.append((best, task, seed))
+        return [key for key in wanted if key not in done]
+
+    # Seed by seed: the other seeds of (A) and (B) run the percentage that the first one chose.
+    for seed in args.seeds:
+        for name, task, _ in tqdm(missing([seed]), desc=f"seed {seed}"):
+            line = run(name, task, seed, args)
+            with args.output.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+    report(args.output)
+
+
+if __name__ == "__main__":
+    main()
