@@ -28,8 +28,8 @@ from provpt_peft import ProVPTConfig, RelocationConfig, Relocator
 
 sys.path.append(str(Path(__file__).resolve().parent / "benchmarks"))
 import tasks
-from digits import CHECKPOINT, make_optimizer, train_epoch
 from dinov2_small import prepare
+from training import CHECKPOINT, make_optimizer, train_epoch
 
 
 # Runs by name: settings of `RelocationConfig`, or None where nothing is relocated. Percentages are those of (A), (B).

@@ -273,3 +273,89 @@ def test_clipping_does_not_matter_to_the_first_move(tmp_path, max_grad_norm):
     _, clipped = trained(tmp_path, num_train_epochs=2, learning_rate=0.0, max_grad_norm=max_grad_norm)
     assert clipped.history == plain.history
     assert len(plain.history) == 1
+
+
+# ---- what scores are measured on, and how often ---------------------------------------------------------------------
+
+ALWAYS = dict(trigger="always", score_images=8)
+
+
+def test_scores_are_measured_on_the_training_images_that_the_seed_chooses(tmp_path):
+    trainer, callback = make_trainer(tmp_path, config=RelocationConfig(**ALWAYS, seed=5), num_train_epochs=2)
+    trainer.train()
+    chosen = torch.randperm(24, generator=torch.Generator().manual_seed(5))[:8]
+    images = Images()
+    batch = {"pixel_values": images.pixel_values[chosen], "labels": images.labels[chosen]}
+    with torch.no_grad():
+        loss = trainer.model.eval()(**batch).loss.item()
+    # The last reward is learned on the model as training leaves it.
+    (move,) = callback.history
+    assert move.loss_after == pytest.approx(loss, rel=1e-5)
+    assert move.reward == pytest.approx(move.loss_before - loss - move.idleness, abs=1e-6)
+
+
+def test_measuring_leaves_dropout_and_shuffling_as_they_were(tmp_path):
+    with_callback, callback = trained(tmp_path, config=RelocationConfig(significance=1e9, score_images=8))
+    without, _ = trained(tmp_path, callback=False)
+    assert callback.history == []
+    assert torch.equal(with_callback.model.base_model.prompts(), without.model.base_model.prompts())
+
+
+@pytest.mark.parametrize("restore", [False, True])
+@pytest.mark.parametrize("every", ["epoch", 5])
+@pytest.mark.parametrize("step", [8, 10])
+def test_resumed_run_with_measured_scores(tmp_path, step, every, restore):
+    # Step 10 is the last one of a period of 5 steps: its relocation is due after the checkpoint.
+    config = RelocationConfig(**ALWAYS, relocate_every=every, prompts_per_relocation=2, screen=2, settle=0.1)
+    settings = dict(config=config, save_strategy="steps", save_steps=2, restore_callback_states_from_checkpoint=restore)
+    expected = outcome(*trained(tmp_path, **settings))
+    trainer, _ = trained(tmp_path, resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"), **settings)
+    (callback,) = (c for c in trainer.callback_handler.callbacks if isinstance(c, RelocationTrainerCallback))
+    assert_equal(outcome(trainer, callback), expected)
+
+
+def test_relocations_every_so_many_steps_until_settling(tmp_path):
+    watch = Watch()
+    config = RelocationConfig(**ALWAYS, relocate_every=5, settle=0.4, allocator="greedy", start="own")
+    _, callback = trained(tmp_path, config=config, callbacks=[watch])
+    # Steps 5 and 10 of 24; 15 and 20 are in the last 40 %.
+    assert [record.epoch for record in callback.history] == [1, 2]
+    steps = {step: blocks for event, step, blocks in watch.events if event == "on_step_begin"}
+    changed = [step for step in range(1, 24) if steps[step] != steps[step - 1]]
+    assert changed == [5 * record.epoch for record in callback.history if record.block != record.from_block]
+    assert all(record.reward is not None for record in callback.history)
+
+
+def test_a_score_dataset_is_used_in_place_of_training_images(tmp_path):
+    held_out = Images(6, seed=9)
+    trainer, _ = make_trainer(tmp_path, callback=False, num_train_epochs=2)
+    callback = RelocationTrainerCallback(RelocationConfig(idleness="exact", trigger="always"), score_dataset=held_out)
+    trainer.add_callback(callback)
+    trainer.train()
+    with torch.no_grad():
+        loss = trainer.model.eval()(pixel_values=held_out.pixel_values, labels=held_out.labels).loss.item()
+    assert callback.history[0].loss_after == pytest.approx(loss, rel=1e-5)
+
+
+def test_a_score_dataset_cannot_be_restored_and_the_error_says_so(tmp_path):
+    settings = dict(callback=False, save_strategy="steps", save_steps=6, restore_callback_states_from_checkpoint=True)
+
+    def make():
+        trainer, _ = make_trainer(tmp_path, **settings)
+        trainer.add_callback(RelocationTrainerCallback(RelocationConfig(), score_dataset=Images(6, seed=9)))
+        return trainer
+
+    make().train()
+    with pytest.raises(ValueError, match="The run began with .'score_dataset'., which a checkpoint cannot hold"):
+        make().train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+
+
+def test_training_images_without_a_length(tmp_path):
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return (Images()[k] for k in range(24))
+
+    trainer, _ = make_trainer(tmp_path, config=RelocationConfig(), max_steps=6)
+    trainer.train_dataset = Stream()
+    with pytest.raises(ValueError, match="Pass a `score_dataset` to the callback, or set `score_images=0`"):
+        trainer.train()

@@ -21,9 +21,9 @@ from typing import Any
 
 import tasks
 import torch
-from digits import exact_idleness, make_model, make_optimizer, train_epoch
 from scipy.stats import spearmanr
 from tqdm.auto import tqdm
+from training import exact_idleness, make_model, make_optimizer, train_epoch
 
 from provpt_peft import RelocationConfig, Relocator
 from provpt_peft.relocation.idleness import Idleness

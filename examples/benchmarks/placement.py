@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import argparse
 
+import tasks
 import torch
-from digits import digit_images, exact_idleness, make_model, make_optimizer, mean_loss, train_epoch
 from tqdm.auto import tqdm
+from training import exact_idleness, make_model, make_optimizer, mean_loss, train_epoch
 
 
 def starts(prompts: torch.Tensor, prompt: int, residents: list[int], idleness: torch.Tensor, bound: float) -> dict:
@@ -40,7 +41,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
 
-    images, labels = (part[:800] for part in digit_images())
+    train = tasks.load("digits").train
+    images, labels = train.images, train.labels
     probe = images[: args.images], labels[: args.images]
     model = make_model(eps=args.eps)
     tuner = model.base_model

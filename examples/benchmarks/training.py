@@ -1,4 +1,4 @@
-"""What the benchmarks share: digits as tensors, a prompted DINOv2-S, an epoch of training, exact idleness."""
+"""What the benchmarks share: a prompted DINOv2-S, its optimizer, an epoch of training, exact idleness."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from pathlib import Path
 
 import torch
 from peft import PeftModel, get_peft_model
-from sklearn.datasets import load_digits
-from torch.nn import functional as F
 from transformers import AutoModelForImageClassification
 
 from provpt_peft import ProVPTConfig
@@ -20,17 +18,6 @@ from dinov2_small import prepare
 
 
 CHECKPOINT = Path(__file__).resolve().parent.parent.parent / ".cache" / "dinov2-small"
-MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)
-STD = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
-
-
-def digit_images(size: int = 56) -> tuple[torch.Tensor, torch.Tensor]:
-    """scikit-learn's 1,797 digits in random order: images (1797, 3, size, size), labels (1797,)."""
-    data = load_digits()
-    gray = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16
-    gray = F.interpolate(gray, size=(size, size), mode="bicubic").clamp(0, 1)
-    order = torch.randperm(len(gray), generator=torch.Generator().manual_seed(0))
-    return ((gray - MEAN) / STD)[order], torch.tensor(data.target)[order]
 
 
 def make_model(num_prompts: int = 5, eps: float | None = None, seed: int = 0, num_labels: int = 10) -> PeftModel:
