@@ -307,7 +307,9 @@ def test_measuring_leaves_dropout_and_shuffling_as_they_were(tmp_path):
 def test_resumed_run_with_measured_scores(tmp_path, step, every, restore):
     # Step 10 is the last one of a period of 5 steps: its relocation is due after the checkpoint.
     config = RelocationConfig(**ALWAYS, relocate_every=every, prompts_per_relocation=2, screen=2, settle=0.1)
-    settings = dict(config=config, save_strategy="steps", save_steps=2, restore_callback_states_from_checkpoint=restore)
+    settings = dict(
+        config=config, save_strategy="steps", save_steps=2, restore_callback_states_from_checkpoint=restore
+    )
     expected = outcome(*trained(tmp_path, **settings))
     trainer, _ = trained(tmp_path, resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"), **settings)
     (callback,) = (c for c in trainer.callback_handler.callbacks if isinstance(c, RelocationTrainerCallback))
@@ -346,7 +348,7 @@ def test_a_score_dataset_cannot_be_restored_and_the_error_says_so(tmp_path):
         return trainer
 
     make().train()
-    with pytest.raises(ValueError, match="The run began with .'score_dataset'., which a checkpoint cannot hold"):
+    with pytest.raises(ValueError, match="which a checkpoint cannot hold"):
         make().train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
 
 
