@@ -32,6 +32,20 @@ def test_bad_adapter_settings(settings, message):
         (dict(idleness="best"), r"`idleness` must be one of .*, got 'best'"),
         (dict(significance=-1), r"`significance` must be at least 0, got -1"),
         (dict(warmup_epochs=0), r"`warmup_epochs` must be at least 1, got 0"),
+        (dict(adjust="move"), r"`adjust` must be one of relocate, add, prune, got 'move'"),
+        (dict(trigger="never"), r"`trigger` must be one of positive, always, opportunity, got 'never'"),
+        (dict(reward="loss"), r"`reward` must be one of paper, counterfactual, got 'loss'"),
+        (dict(allocator="best"), r"`allocator` must be one of ppo, thompson, greedy, uniform, naive_rl, got 'best'"),
+        (dict(start="zero"), r"`start` must be one of mean, own, fresh, best, got 'zero'"),
+        (dict(prompts_per_relocation=0), r"`prompts_per_relocation` must be at least 1, got 0"),
+        (dict(relocate_every="step"), r"`relocate_every` must be 'epoch' or a number .* from 1 on, got 'step'"),
+        (dict(relocate_every=0), r"`relocate_every` must be 'epoch' or a number .* from 1 on, got 0"),
+        (dict(settle=1.0), r"`settle` must be at least 0 and below 1, got 1.0"),
+        (dict(score_images=-1), r"`score_images` must be at least 0, got -1"),
+        (dict(screen=-1), r"`screen` must be at least 0, got -1"),
+        (dict(score_every=0), r"`score_every` must be at least 1, got 0"),
+        (dict(prune_share=1.0), r"`prune_share` must be above 0 and below 1, got 1.0"),
+        (dict(adjust="add", allocator="naive_rl"), r"takes them from the reserve. Use another allocator"),
     ],
 )
 def test_bad_relocation_settings(settings, message):
@@ -51,6 +65,15 @@ def test_bad_relocation_settings(settings, message):
 def test_bad_ppo_settings(settings, message):
     with pytest.raises(ValueError, match=message):
         PPOConfig(**settings)
+
+
+def test_presets():
+    assert RelocationConfig.preset("default") == RelocationConfig()
+    paper = RelocationConfig.preset("paper", seed=7)
+    assert (paper.idleness, paper.trigger, paper.significance, paper.reward) == ("taylor", "positive", 0.0, "paper")
+    assert (paper.allocator, paper.ppo.discount, paper.ppo.worth_coef, paper.seed) == ("ppo", 1.0, 0.0, 7)
+    with pytest.raises(ValueError, match="`name` must be one of default, paper, A, B, C, D, E, F, G, adding, got 'H'"):
+        RelocationConfig.preset("H")
 
 
 def test_relocation_config_takes_ppo_settings_as_a_dict():

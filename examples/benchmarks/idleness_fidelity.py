@@ -106,7 +106,9 @@ def report(path: Path) -> None:
     print(f"{len(cells)} cells: {sorted(cells)}")
     print("| score | images | Spearman, median | pick in the true top 3 | regret, median | largest | / epoch |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
-    seconds = statistics.median(line["epoch_seconds"] for line in lines if line["epoch_seconds"])
+    # None before the first epoch that was only trained.
+    epochs = [line["epoch_seconds"] for line in lines if line["epoch_seconds"]]
+    epoch_seconds = statistics.median(epochs) if epochs else float("nan")
     for score, images in dict.fromkeys((line["score"], line["images"]) for line in lines):
         found = [line for line in lines if (line["score"], line["images"]) == (score, images)]
         top = sum(line["rank"] <= 3 for line in found)
@@ -115,7 +117,7 @@ def report(path: Path) -> None:
         )
         print(
             f"| {score} | {images} | {spearman:.2f} | {top} of {len(found)} | {regret:.2f} | "
-            f"{max(line['regret'] for line in found):.2f} | {1 + time_taken / seconds:.3f} |"
+            f"{max(line['regret'] for line in found):.2f} | {1 + time_taken / epoch_seconds:.3f} |"
         )
 
 
