@@ -72,9 +72,12 @@ STRATEGIES |= {name: RelocationConfig(**changes) for name, changes in ABLATIONS.
 
 
 def make_model(name: str, args: argparse.Namespace, num_labels: int, seed: int) -> PeftModel:
-    """DINOv2-S with the prompts that a strategy begins with."""
+    """The backbone with the prompts that a strategy begins with."""
     torch.manual_seed(seed)
-    base = AutoModelForImageClassification.from_pretrained(prepare(CHECKPOINT), num_labels=num_labels)
+    checkpoint = args.model_name_or_path or prepare(CHECKPOINT)
+    base = AutoModelForImageClassification.from_pretrained(
+        checkpoint, num_labels=num_labels, ignore_mismatched_sizes=True
+    )
     num_prompts: int | list[int] = args.num_prompts
     reserve = 0
     num_blocks = base.config.num_hidden_layers
@@ -206,6 +209,7 @@ def main() -> None:
         "--strategies", nargs="+", default=table_3,
         help=f"which: {', '.join(table_3)}, or a setting: {', '.join(ABLATIONS)} (default: those of Tab. 3)",
     )  # fmt: skip
+    parser.add_argument("--model_name_or_path", help="checkpoint of the backbone (default: the demo's DINOv2-S)")
     parser.add_argument("--tasks", nargs="+", default=["digits", "orientation"], help="digits, orientation")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="seeds (default: 0 1 2)")
     parser.add_argument("--epochs", type=int, default=10, help="epochs of a run (default: 10)")

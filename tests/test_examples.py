@@ -79,5 +79,39 @@ def test_help_explains_itself():
 
 def test_train_step_benchmark():
     output = run("benchmarks/train_step.py", "--shape", "tiny", "--image_size", 32, "--num_prompts", 2, "--rounds", 1)
-    for contender in ("frozen backbone", "appended", "appended, with scores", "prepended"):
+    for contender in ("frozen backbone", "appended", "scored in each step", "prepended", "relocation"):
         assert f"\n{contender:24}" in output
+    assert "An epoch of 1000 images with a relocation is" in output
+
+
+def test_strategies_of_table_3(tmp_path, checkpoint):
+    arguments = (
+        "strategies.py", "--model_name_or_path", checkpoint, "--tasks", "digits", "--seeds", 0, 1, "--epochs", 3,
+        "--train_images", 32, "--image_size", 32, "--num_prompts", 2, "--output", tmp_path / "results.jsonl",
+        "--strategies", "VPT baseline", "A", "adding", "default",
+    )  # fmt: skip
+    output = run(*arguments)
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    # All percentages of (A) on the first seed, the best of them on the second.
+    names = [line["strategy"] for line in lines]
+    percentages = [f"A{p}" for p in range(10, 100, 10)]
+    assert names[:12] == ["VPT baseline", *percentages, "adding", "default"]
+    best = max(lines[1:10], key=lambda line: line["validation_accuracy"])["strategy"]
+    assert names[12:] == ["VPT baseline", best, "adding", "default"]
+    # 2 prompts in each of 4 blocks; adding began with 6 and added 2.
+    totals = {line["strategy"]: sum(line["distribution"]) for line in lines}
+    assert (totals["VPT baseline"], totals["A50"], totals["adding"], totals["default"]) == (8, 4, 8, 8)
+    assert f"(A) Pruning {best[1:]} %" in output
+    # Nothing is run twice.
+    run(*arguments)
+    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == len(lines)
+
+
+def test_allocator_regret_benchmark(tmp_path):
+    output = run(
+        "benchmarks/allocator_regret.py", "--seeds", 1, "--moves", 4, "--output", tmp_path / "regret.png"
+    )  # fmt: skip
+    for contender in ("uniform", "thompson", "ppo (paper)", "ppo (default)", "greedy"):
+        assert f"\n{contender} " in output
+    with Image.open(tmp_path / "regret.png") as picture:
+        assert picture.width > 500
