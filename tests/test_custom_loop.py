@@ -1,0 +1,87 @@
+"""The example without a Trainer: it relocates as the Trainer does, and its script runs on a tiny model."""
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from peft import PeftModel
+from training import Images, trained
+from transformers import AutoModelForImageClassification
+
+from provpt_peft import RelocationConfig
+
+
+sys.path.append(str(Path(__file__).parent.parent / "examples"))
+import custom_loop
+
+
+TOLERANCE = 1e-6
+CONFIGS = {
+    "measured": dict(trigger="always"),
+    "in the training steps": dict(score_images=0, idleness="gate", trigger="always"),
+    "some training images": dict(trigger="always", score_images=8, seed=5),
+    "every 5 steps": dict(trigger="always", relocate_every=5, prompts_per_relocation=2, settle=0.3),
+}
+
+
+def assert_same_history(history, expected):
+    assert len(history) == len(expected) >= 2
+    for record, other in zip(map(asdict, history), map(asdict, expected), strict=True):
+        for name, value in other.items():
+            if isinstance(value, (float, dict)):
+                assert record[name] == pytest.approx(value, rel=0, abs=TOLERANCE), name
+            else:
+                assert record[name] == value, name
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_loop_relocates_as_the_trainer_does(tmp_path, name):
+    config = RelocationConfig(**CONFIGS[name])
+    # With dropout: the same numbers are drawn in the same order.
+    trainer, callback = trained(
+        tmp_path, config=config, seed=7, per_device_eval_batch_size=4, weight_decay=0.0, optim="adamw_torch"
+    )
+    model = tiny.prompted(tiny.make("vit"), prompt_dropout=0.1)
+    relocator = custom_loop.train(
+        model, Images(), config, epochs=4, batch_size=4, learning_rate=1e-2, seed=7, progress_bar=False
+    )
+    assert_same_history(relocator.history, callback.history)
+    assert any(record.block != record.from_block for record in relocator.history)
+    assert all(record.reward is not None for record in relocator.history)
+    difference = (model.base_model.prompts() - trainer.model.base_model.prompts()).abs().max()
+    assert difference < 1e-5
+    assert torch.equal(model.base_model.prompt_blocks(), trainer.model.base_model.prompt_blocks())
+
+
+def test_a_score_dataset_is_used_in_place_of_training_images():
+    held_out = Images(6, seed=9)
+    model = tiny.prompted(tiny.make("vit"))
+    relocator = custom_loop.train(
+        model, Images(), RelocationConfig(trigger="always"), epochs=2, batch_size=6, learning_rate=1e-2, seed=0,
+        score_dataset=held_out, progress_bar=False,
+    )  # fmt: skip
+    with torch.no_grad():
+        loss = model.eval()(pixel_values=held_out.pixel_values, labels=held_out.labels).loss.item()
+    assert relocator.history[0].loss_after == pytest.approx(loss, rel=1e-5)
+
+
+def test_the_script_trains_tests_and_saves(tmp_path, monkeypatch, capsys):
+    tiny.make("vit").save_pretrained(tmp_path / "vit")
+    arguments = dict(
+        model_name_or_path=tmp_path / "vit", num_prompts=2, epochs=3, train_images=32, image_size=32, batch_size=16,
+        threads=torch.get_num_threads(), output_dir=tmp_path / "adapter",
+    )  # fmt: skip
+    command = [text for name, value in arguments.items() for text in (f"--{name}", str(value))]
+    monkeypatch.setattr(sys, "argv", ["custom_loop.py", *command])
+    custom_loop.main()
+    output = capsys.readouterr().out
+    assert "test accuracy: 0." in output
+    base = AutoModelForImageClassification.from_pretrained(
+        tmp_path / "vit", num_labels=10, ignore_mismatched_sizes=True
+    )
+    loaded = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    assert f"prompts in each block: {loaded.base_model.prompt_distribution()}" in output
+    assert sum(loaded.base_model.prompt_distribution()) == 8
