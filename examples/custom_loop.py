@@ -27,7 +27,6 @@ import tasks
 from dinov2_small import prepare
 
 
-CHECKPOINT = Path(__file__).resolve().parent.parent / ".cache" / "dinov2-small"
 Example = dict[str, torch.Tensor]
 
 
@@ -79,9 +78,7 @@ def train(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
 
     if score_dataset is None and relocation_config.score_images > 0:
-        generator = torch.Generator().manual_seed(relocation_config.seed)
-        chosen = torch.randperm(len(train_dataset), generator=generator)[: relocation_config.score_images]
-        score_dataset = Subset(train_dataset, chosen.tolist())
+        score_dataset = Subset(train_dataset, relocation_config.choose_score_images(len(train_dataset)))
     # Without them, scores are gathered in the training steps.
     score_batches = None
     if score_dataset is not None:
@@ -112,18 +109,6 @@ def train(
     return relocator
 
 
-@torch.no_grad()
-def accuracy(model: PeftModel, dataset: Dataset[Example], batch_size: int = 128) -> float:
-    """Share of right answers in eval mode."""
-    model.eval()
-    device = next(model.parameters()).device
-    right = 0
-    for batch in DataLoader(dataset, batch_size):
-        predictions = model(pixel_values=batch["pixel_values"].to(device)).logits.argmax(dim=-1)
-        right += (predictions.cpu() == batch["labels"]).sum().item()
-    return right / len(dataset)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_name_or_path", help="checkpoint of the backbone (default: the demo's DINOv2-S)")
@@ -144,7 +129,7 @@ def main() -> None:
 
     task = tasks.load("digits", args.image_size, args.train_images, seed=args.seed)
     base = AutoModelForImageClassification.from_pretrained(
-        args.model_name_or_path or prepare(CHECKPOINT),
+        args.model_name_or_path or prepare(),
         num_labels=task.num_labels,
         ignore_mismatched_sizes=True,
     )
@@ -170,7 +155,7 @@ def main() -> None:
                 f"idleness {move.idleness:+.4f}, reward {reward}"
             )
     print(f"prompts in each block: {model.base_model.prompt_distribution()}")
-    print(f"test accuracy: {accuracy(model, Examples(task.test)):.4f}")
+    print(f"test accuracy: {tasks.accuracy(model, task.test):.4f}")
     model.save_pretrained(args.output_dir)
     print(f"The adapter is in {args.output_dir}.")
 

@@ -33,6 +33,7 @@ BACKBONE_OUTPUT = "/backbone/layernorm/Add_1_output_0"
 # The position table was folded into two constants: the class token's row and the patches' rows.
 POSITIONS = ("onnx::Concat_1957", "onnx::Reshape_1962")
 TOLERANCE = 1e-4
+CHECKPOINT = Path(__file__).resolve().parent.parent / ".cache" / "dinov2-small"
 
 
 def download_graph(folder: Path) -> Path:
@@ -102,8 +103,8 @@ def check(folder: Path, graph_file: Path) -> float:
     return difference
 
 
-def prepare(folder: Path) -> Path:
-    """Make the checkpoint in `folder`, unless it is there already. Returns the folder."""
+def prepare(folder: Path = CHECKPOINT) -> Path:
+    """Make the checkpoint in `folder`, the project's cache by default, unless it is there. Returns the folder."""
     if (folder / "config.json").exists():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)

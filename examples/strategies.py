@@ -11,25 +11,23 @@ test split is read once a run, for the table.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model
 from tqdm.auto import tqdm
-from transformers import AutoModelForImageClassification
 
 from provpt_peft import ProVPTConfig, RelocationConfig, Relocator
 
 
 sys.path.append(str(Path(__file__).resolve().parent / "benchmarks"))
 import tasks
-from dinov2_small import prepare
-from training import CHECKPOINT, make_optimizer, train_epoch
+from training import append_lines, make_base, make_optimizer, read_lines, train_epoch
 
 
 # Runs by name: settings of `RelocationConfig`, or None where nothing is relocated. Percentages are those of (A), (B).
@@ -71,37 +69,26 @@ ABLATIONS: dict[str, dict[str, Any]] = {
 STRATEGIES |= {name: RelocationConfig(**changes) for name, changes in ABLATIONS.items()}
 
 
+def even(budget: int, num_blocks: int) -> list[int]:
+    """Prompts in each block, as even as can be."""
+    return [budget // num_blocks + (block < budget % num_blocks) for block in range(num_blocks)]
+
+
 def make_model(name: str, args: argparse.Namespace, num_labels: int, seed: int) -> PeftModel:
     """The backbone with the prompts that a strategy begins with."""
-    torch.manual_seed(seed)
-    checkpoint = args.model_name_or_path or prepare(CHECKPOINT)
-    base = AutoModelForImageClassification.from_pretrained(
-        checkpoint, num_labels=num_labels, ignore_mismatched_sizes=True
-    )
+    base = make_base(num_labels, seed, args.model_name_or_path)
     num_prompts: int | list[int] = args.num_prompts
     reserve = 0
     num_blocks = base.config.num_hidden_layers
     if name.startswith("B"):
-        # So many that the baseline's budget is left after pruning, as even as can be.
-        budget = round(args.num_prompts * num_blocks / (1 - int(name[1:]) / 100))
-        num_prompts = [budget // num_blocks + (block < budget % num_blocks) for block in range(num_blocks)]
+        # So many that the baseline's budget is left after pruning.
+        num_prompts = even(round(args.num_prompts * num_blocks / (1 - int(name[1:]) / 100)), num_blocks)
     elif name == "adding":
         # One prompt for each epoch in which one may be added.
         reserve = args.epochs - 1
-        budget = args.num_prompts * num_blocks - reserve
-        num_prompts = [budget // num_blocks + (block < budget % num_blocks) for block in range(num_blocks)]
+        num_prompts = even(args.num_prompts * num_blocks - reserve, num_blocks)
     config = ProVPTConfig(num_prompts=num_prompts, reserve=reserve, modules_to_save=["classifier"])
     return get_peft_model(base, config)
-
-
-@torch.no_grad()
-def accuracy(model: PeftModel, split: tasks.Split, batch_size: int = 128) -> float:
-    """Share of right answers in eval mode, in percent."""
-    model.eval()
-    right = 0
-    for images, labels in zip(split.images.split(batch_size), split.labels.split(batch_size), strict=True):
-        right += (model(pixel_values=images).logits.argmax(dim=-1) == labels).sum().item()
-    return 100 * right / len(split)
 
 
 def run(name: str, task_name: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -112,10 +99,9 @@ def run(name: str, task_name: str, seed: int, args: argparse.Namespace) -> dict[
     config = STRATEGIES[name]
     relocator = None
     if config is not None:
-        config.seed = seed
-        generator = torch.Generator().manual_seed(seed)
+        config = replace(config, seed=seed)
         source = task.validation if name == "score on held-out images" else task.train
-        part = source[torch.randperm(len(source), generator=generator)[: config.score_images]]
+        part = source[config.choose_score_images(len(source))]
         batch = {"pixel_values": part.images, "labels": part.labels}
         relocator = Relocator(model, config, optimizer, score_batches=[batch])
     start = time.perf_counter()
@@ -146,8 +132,8 @@ def run(name: str, task_name: str, seed: int, args: argparse.Namespace) -> dict[
         "image_size": args.image_size,
         "num_prompts": args.num_prompts,
         "train_loss": loss,
-        "validation_accuracy": accuracy(model, task.validation),
-        "test_accuracy": accuracy(model, task.test),
+        "validation_accuracy": 100 * tasks.accuracy(model, task.validation),
+        "test_accuracy": 100 * tasks.accuracy(model, task.test),
         "trained_parameters": tuner.prompts().numel() + networks,
         "head_parameters": head,
         "moves": sum(record.block not in (None, record.from_block) for record in history),
@@ -158,10 +144,6 @@ def run(name: str, task_name: str, seed: int, args: argparse.Namespace) -> dict[
         ],
         "seconds": time.perf_counter() - start,
     }  # fmt: skip
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def chosen_percentage(letter: str, task: str, lines: list[dict[str, Any]]) -> str | None:
@@ -177,14 +159,13 @@ def chosen_percentage(letter: str, task: str, lines: list[dict[str, Any]]) -> st
 
 def report(path: Path) -> None:
     """Print a table a task: mean and standard deviation over seeds."""
-    lines = read(path)
+    lines = read_lines(path)
     for task in sorted({line["task"] for line in lines}):
         rows = [line for line in lines if line["task"] == task]
         print(f"\n{task}")
         print("| strategy | trained parameters (M) | val (%) | test (%) | moves | seeds |")
         print("| --- | --- | --- | --- | --- | --- |")
-        names = ["VPT baseline", "A", "B", *list(TITLES)[3:], *ABLATIONS]
-        for name in names:
+        for name in (*TITLES, *ABLATIONS):
             run_name = chosen_percentage(name, task, lines) if name in ("A", "B") else name
             found = [line for line in rows if line["strategy"] == run_name]
             if not found:
@@ -204,10 +185,9 @@ def report(path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    table_3 = ["VPT baseline", "A", "B", *list(TITLES)[3:]]
     parser.add_argument(
-        "--strategies", nargs="+", default=table_3,
-        help=f"which: {', '.join(table_3)}, or a setting: {', '.join(ABLATIONS)} (default: those of Tab. 3)",
+        "--strategies", nargs="+", default=list(TITLES),
+        help=f"which: {', '.join(TITLES)}, or a setting: {', '.join(ABLATIONS)} (default: those of Tab. 3)",
     )  # fmt: skip
     parser.add_argument("--model_name_or_path", help="checkpoint of the backbone (default: the demo's DINOv2-S)")
     parser.add_argument("--tasks", nargs="+", default=["digits", "orientation"], help="digits, orientation")
@@ -227,29 +207,25 @@ def main() -> None:
     unknown = set(args.strategies) - set(STRATEGIES) - {"A", "B"}
     if unknown:
         parser.error(f"unknown strategies {sorted(unknown)}, see --help")
-    args.output.parent.mkdir(parents=True, exist_ok=True)
 
-    def missing(seeds: list[int]) -> list[tuple[str, str, int]]:
-        lines = read(args.output)
+    def missing(seed: int) -> list[tuple[str, str, int]]:
+        lines = read_lines(args.output)
         done = {(line["strategy"], line["task"], line["seed"]) for line in lines}
         wanted = []
-        for seed in seeds:
-            for name in args.strategies:
-                for task in args.tasks:
-                    if name not in ("A", "B"):
-                        wanted.append((name, task, seed))
-                    elif seed == 0:
-                        wanted += [(f"{name}{p}", task, seed) for p in PERCENTAGES]
-                    elif (best := chosen_percentage(name, task, lines)) is not None:
-                        wanted.append((best, task, seed))
+        for name in args.strategies:
+            for task in args.tasks:
+                if name not in ("A", "B"):
+                    wanted.append((name, task, seed))
+                elif seed == 0:
+                    wanted += [(f"{name}{p}", task, seed) for p in PERCENTAGES]
+                elif (best := chosen_percentage(name, task, lines)) is not None:
+                    wanted.append((best, task, seed))
         return [key for key in wanted if key not in done]
 
     # Seed by seed: the other seeds of (A) and (B) run the percentage that the first one chose.
     for seed in args.seeds:
-        for name, task, _ in tqdm(missing([seed]), desc=f"seed {seed}"):
-            line = run(name, task, seed, args)
-            with args.output.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+        for name, task, _ in tqdm(missing(seed), desc=f"seed {seed}"):
+            append_lines(args.output, [run(name, task, seed, args)])
     report(args.output)
 
 

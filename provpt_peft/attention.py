@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import create_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .backbones import BackboneFamily, resolve
-from .prompts import PromptBank
+from .prompts import PromptBank, moments_of
 
 
 IMPLEMENTATION = "provpt"
@@ -223,13 +223,6 @@ def _prompt_weights(
     return total * split
 
 
-def _moments(scores: torch.Tensor) -> torch.Tensor:
-    """Scores for each image (B, n) to sums of their 1st to 4th power and number of images, (5, n) in float32."""
-    scores = scores.float()
-    count = torch.full_like(scores[0], scores.shape[0])
-    return torch.stack([*((scores**power).sum(dim=0) for power in range(1, 5)), count])
-
-
 class _ObserveGate(torch.autograd.Function):
     """Identity on the attention's output whose backward reports each prompt's gate gradient.
 
@@ -256,7 +249,7 @@ class _ObserveGate(torch.autograd.Function):
         along_value = grad_heads @ prompt_value.transpose(2, 3).to(wide.dtype)  # g.v_k, (B * W, H, T, n)
         scores = (prompt_weights * (along_value - along_output)).sum(dim=(1, 2))  # (B * W, n)
         scores = scores.view(ctx.images, -1, scores.shape[-1]).sum(dim=1)
-        return grad, None, None, _moments(scores), None
+        return grad, None, None, moments_of(scores.float()), None
 
 
 class _ObserveVectors(torch.autograd.Function):
@@ -270,4 +263,4 @@ class _ObserveVectors(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         (prompts,) = ctx.saved_tensors
-        return grad, _moments((grad * prompts).sum(dim=-1))
+        return grad, moments_of((grad * prompts).sum(dim=-1).float())

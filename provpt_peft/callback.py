@@ -204,9 +204,7 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
                     f"length cannot give, got {type(dataset).__name__}. Pass a `score_dataset` to the callback, or "
                     "set `score_images=0` to score in the training steps."
                 )
-            generator = torch.Generator().manual_seed(self.config.seed)
-            chosen = torch.randperm(len(dataset), generator=generator)[: self.config.score_images]
-            dataset = Subset(dataset, chosen.tolist())
+            dataset = Subset(dataset, self.config.choose_score_images(len(dataset)))
         # A generator of its own, since iterating draws a number.
         return DataLoader(
             dataset,

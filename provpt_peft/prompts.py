@@ -201,6 +201,16 @@ class PromptBank(nn.Module, BaseTunerLayer):
         return self
 
 
+# Powers of a score that are summed. The 3rd and 4th are for the spread of a score to second order.
+POWERS = 4
+
+
+def moments_of(scores: torch.Tensor) -> torch.Tensor:
+    """Scores of images (B, n) to the sums of their 1st to 4th power and the number of images, (5, n)."""
+    count = torch.full_like(scores[0], scores.shape[0])
+    return torch.stack([*((scores**power).sum(dim=0) for power in range(1, POWERS + 1)), count])
+
+
 class Observation:
     """What the blocks report of each prompt in the backward pass: a first-order score for each image.
 
@@ -223,7 +233,7 @@ class Observation:
     def __init__(self, score: str, adapter_name: str, num_prompts: int) -> None:
         self.score = score
         self.adapter_name = adapter_name
-        self.moments = torch.zeros(5, num_prompts, requires_grad=True)
+        self.moments = torch.zeros(POWERS + 1, num_prompts, requires_grad=True)
         self._unread = 0
 
     def count_batch(self) -> None:

@@ -42,13 +42,11 @@ from provpt_peft.relocation.allocation import Policy, Situation, make_policy
 from provpt_peft.relocation.config import PPOConfig
 
 
-# The rewards are of single moves, hence no credit from later ones.
-DEFAULT_PPO = PPOConfig()
 CONTENDERS: dict[str, tuple[str, PPOConfig]] = {
     "uniform": ("uniform", PPOConfig()),
     "thompson": ("thompson", PPOConfig()),
     "ppo (paper)": ("ppo", PPOConfig(discount=1.0, worth_coef=0.0)),
-    "ppo (default)": ("ppo", DEFAULT_PPO),
+    "ppo (default)": ("ppo", PPOConfig()),
     "greedy": ("greedy", PPOConfig()),
 }
 # Okabe and Ito's colours, told apart by colour-blind readers too.

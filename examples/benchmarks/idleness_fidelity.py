@@ -13,7 +13,6 @@ the pick's, over best minus median), and the seconds it takes over those of a tr
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from pathlib import Path
@@ -23,7 +22,7 @@ import tasks
 import torch
 from scipy.stats import spearmanr
 from tqdm.auto import tqdm
-from training import exact_idleness, make_model, make_optimizer, train_epoch
+from training import append_lines, exact_idleness, make_model, make_optimizer, read_lines, train_epoch
 
 from provpt_peft import RelocationConfig, Relocator
 from provpt_peft.relocation.idleness import Idleness
@@ -73,35 +72,26 @@ def run(task_name: str, eps: float, args: argparse.Namespace) -> None:
     model = make_model(eps=eps, num_labels=task.num_labels, seed=args.seed)
     optimizer = make_optimizer(model)
     probe = task.train[: args.truth_images]
-    in_steps = Relocator(model, RelocationConfig(score_images=0), optimizer)
     epoch_seconds = None
     for epoch in tqdm(range(max(args.stages) + 1), desc=f"{task_name}, eps {eps}"):
+        in_steps = Relocator(model, RelocationConfig(score_images=0)) if epoch in args.stages else None
         if epoch > 0:
-            in_steps.window.clear()
-            model.base_model.bank.observation = None
-            if epoch in args.stages:
-                in_steps.observe_next_step()
             start = time.perf_counter()
-            train_epoch(
-                model, optimizer, task.train.images, task.train.labels, seed=epoch,
-                after_backward=in_steps.record_step if epoch in args.stages else lambda loss: None,
-            )  # fmt: skip
-            if epoch not in args.stages:
+            record = in_steps.record_step if in_steps is not None else lambda loss: None
+            train_epoch(model, optimizer, task.train.images, task.train.labels, seed=epoch, after_backward=record)
+            if in_steps is None:
                 epoch_seconds = time.perf_counter() - start
-        if epoch not in args.stages:
+        if in_steps is None:
             continue
-        model.base_model.bank.observation = None
-        truth = exact_idleness(model, probe.images, probe.labels).double()
+        truth = exact_idleness(model, probe.images, probe.labels)
         cell = {"task": task_name, "eps": eps, "epoch": epoch, "best": truth.max().item(), "worst": truth.min().item()}
-        lines = [cell | line for line in measure(model, task.train, truth, in_steps, args)]
-        with args.output.open("a") as file:
-            for line in lines:
-                file.write(json.dumps(line | {"epoch_seconds": epoch_seconds, "seed": args.seed}) + "\n")
+        cell |= {"epoch_seconds": epoch_seconds, "seed": args.seed}
+        append_lines(args.output, [cell | line for line in measure(model, task.train, truth, in_steps, args)])
 
 
 def report(path: Path) -> None:
     """Print a line for each score: medians over the cells, and the cells in which it falls short."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = read_lines(path)
     cells = {(line["task"], line["eps"], line["epoch"], line["seed"]) for line in lines}
     print(f"{len(cells)} cells: {sorted(cells)}")
     print("| score | images | Spearman, median | pick in the true top 3 | regret, median | largest | / epoch |")
@@ -136,12 +126,9 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="only print the table")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
     if not args.report:
-        done = set()
-        if args.output.exists():
-            lines = [json.loads(line) for line in args.output.read_text().splitlines()]
-            done = {(line["task"], line["eps"]) for line in lines if line["epoch"] == max(args.stages)}
+        lines = read_lines(args.output)
+        done = {(line["task"], line["eps"]) for line in lines if line["epoch"] == max(args.stages)}
         for task in args.tasks:
             for eps in args.eps:
                 if (task, eps) not in done:

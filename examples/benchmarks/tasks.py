@@ -1,4 +1,7 @@
-"""The tasks of the benchmarks as tensors: scikit-learn's digits, and the orientation of sprites as in dSprites."""
+"""The tasks of the benchmarks as tensors: scikit-learn's digits, and the orientation of sprites as in dSprites.
+
+And the measure of both, accuracy.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw
 from sklearn.datasets import load_digits
+from torch import nn
 from torch.nn import functional as F
 
 
@@ -31,7 +35,7 @@ class Split:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, index: slice | torch.Tensor) -> Split:
+    def __getitem__(self, index: slice | list[int] | torch.Tensor) -> Split:
         return Split(self.images[index], self.labels[index])
 
 
@@ -67,6 +71,17 @@ def load(name: str, size: int = 56, train: int = 800, validation: int = 200, see
         num_labels,
         *(everything[part[:limit]] for part, limit in zip(parts, (train, validation, TEST_IMAGES), strict=True)),
     )
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, split: Split, batch_size: int = 128) -> float:
+    """Share of right answers of an image classifier in eval mode, 0 … 1."""
+    model.eval()
+    device = next(model.parameters()).device
+    right = 0
+    for images, labels in zip(split.images.split(batch_size), split.labels.split(batch_size), strict=True):
+        right += int((model(pixel_values=images.to(device)).logits.argmax(dim=-1).cpu() == labels).sum())
+    return right / len(split)
 
 
 def _normalised(gray: torch.Tensor) -> torch.Tensor:

@@ -1,30 +1,39 @@
-"""What the benchmarks share: a prompted DINOv2-S, its optimizer, an epoch of training, exact idleness."""
+"""What the benchmarks share: a prompted DINOv2-S, an epoch of its training, exact idleness, files of results."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model
-from transformers import AutoModelForImageClassification
+from transformers import AutoModelForImageClassification, PreTrainedModel
 
-from provpt_peft import ProVPTConfig
+from provpt_peft import ProVPTConfig, RelocationConfig, Relocator
 
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 from dinov2_small import prepare
 
 
-CHECKPOINT = Path(__file__).resolve().parent.parent.parent / ".cache" / "dinov2-small"
+def make_base(
+    num_labels: int, seed: int = 0, checkpoint: str | Path | None = None, **settings: Any
+) -> PreTrainedModel:
+    """A classifier with a new head, of the demo's DINOv2-S unless another checkpoint is named. `settings` change its
+    config."""
+    torch.manual_seed(seed)
+    return AutoModelForImageClassification.from_pretrained(
+        checkpoint or prepare(), num_labels=num_labels, ignore_mismatched_sizes=True, **settings
+    )
 
 
 def make_model(num_prompts: int = 5, eps: float | None = None, seed: int = 0, num_labels: int = 10) -> PeftModel:
     """DINOv2-S with prompts and a new head. `eps` replaces the epsilon of its norms (1e-6)."""
-    torch.manual_seed(seed)
     settings = {} if eps is None else {"layer_norm_eps": eps}
-    base = AutoModelForImageClassification.from_pretrained(prepare(CHECKPOINT), num_labels=num_labels, **settings)
+    base = make_base(num_labels, seed, **settings)
     return get_peft_model(base, ProVPTConfig(num_prompts=num_prompts, modules_to_save=["classifier"]))
 
 
@@ -70,11 +79,18 @@ def mean_loss(model: PeftModel, images: torch.Tensor, labels: torch.Tensor, batc
 
 def exact_idleness(model: PeftModel, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Eq. 4 itself: the loss with a prompt minus the loss without it, for each prompt in turn, (N,)."""
-    tuner = model.base_model
-    with_all = mean_loss(model, images, labels)
-    scores = []
-    for prompt, block in enumerate(tuner.prompt_blocks().tolist()):
-        tuner.move_prompt(prompt, 0)
-        scores.append(with_all - mean_loss(model, images, labels))
-        tuner.move_prompt(prompt, block)
-    return torch.tensor(scores)
+    batches = [{"pixel_values": images, "labels": labels}]
+    relocator = Relocator(model, RelocationConfig(idleness="exact"), score_batches=batches)
+    return relocator.measure(batches)[0].score
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The results in a file of JSON lines, none if it is not there yet."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def append_lines(path: Path, lines: list[dict[str, Any]]) -> None:
+    """Add results to a file of JSON lines."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)

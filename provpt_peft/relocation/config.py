@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 
 @dataclass
 class PPOConfig:
@@ -76,13 +78,14 @@ class RelocationConfig:
         start: What a moved prompt starts from: `"mean"` of the prompts in its new block, its `"own"` vector, a
             `"fresh"` one, or a copy of the `"best"` prompt there.
         prompts_per_relocation: Prompts that may move in a relocation, at least 1.
-        relocate_every: `"epoch"`, or a number of optimizer steps for large data sets.
+        relocate_every: `"epoch"`, or a number of optimizer steps for large data sets. The callback heeds it; in a loop
+            of one's own, `relocate` is called that often.
         warmup_epochs: Epochs, or periods of `relocate_every` steps, before the first move, at least 1: scores have to
             exist.
         settle: The last part of training in which nothing moves, a share in [0, 1).
         score_images: Training images on which scores and losses are measured before each relocation, on the model as
-            it stands, in eval mode; the callback chooses them once. 0 gathers scores and losses in the training steps
-            instead, as a `Relocator` without `score_batches` does.
+            it stands, in eval mode; the callback chooses them once, by `choose_score_images`. 0 gathers scores and
+            losses in the training steps instead, as a `Relocator` without `score_batches` does.
         screen: With score batches: of so many prompts with the highest scores, the exact score is measured as well, a
             forward pass each, and decides among them. 0 measures none.
         score_every: With `score_images=0`: scores are gathered in every so many optimizer steps, at least 1.
@@ -139,6 +142,12 @@ class RelocationConfig:
                 '`allocator="naive_rl"` chooses a block to take a prompt from, but `adjust="add"` takes them from the '
                 "reserve. Use another allocator."
             )
+
+    def choose_score_images(self, count: int) -> list[int]:
+        """Indices of the `score_images` (or all) of `count` training images that scores are measured on. The seed
+        chooses them, so that they are the same in each relocation, in all processes and after a resume."""
+        generator = torch.Generator().manual_seed(self.seed)
+        return torch.randperm(count, generator=generator)[: self.score_images].tolist()
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> RelocationConfig:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..prompts import POWERS
+
 
 @dataclass
 class Idleness:
@@ -40,9 +42,15 @@ class Idleness:
         order = self.score.argsort(descending=True, stable=True)
         return [prompt for prompt in order.tolist() if candidates[prompt]]
 
-    def stands_out(self, prompt: int, significance: float) -> bool:
-        """Whether a prompt's score is above 0 by more than `significance` of its standard errors."""
-        score = self.score[prompt].item()
+    def stands_out(self, prompt: int, significance: float, elsewhere: float = 0.0) -> bool:
+        """Whether a prompt's score is above 0 by more than `significance` of its standard errors.
+
+        Args:
+            prompt: Index of the prompt.
+            significance: Standard errors; with 0.0 they are not asked for.
+            elsewhere: What the prompt would earn elsewhere, in loss units. Added to the score: what a move gains.
+        """
+        score = self.score[prompt].item() + elsewhere
         if significance == 0.0:
             return score > 0.0
         return score > significance * self.stderr[prompt].item()
@@ -59,13 +67,10 @@ class IdlenessWindow:
             image's loss in the place of the second derivative, as in the empirical Fisher matrix.
     """
 
-    # Rows: sums of the 1st to 4th power, number, over all images since the last `clear`. The 3rd and 4th are for the
-    # spread of a score to second order.
-    POWERS = 4
-
     def __init__(self, num_prompts: int, curvature: float = 0.0) -> None:
         self.curvature = curvature
-        self.sums = torch.zeros(self.POWERS + 1, num_prompts, dtype=torch.float64)
+        # Rows: sums of the 1st to 4th power, number, over all images since the last `clear`.
+        self.sums = torch.zeros(POWERS + 1, num_prompts, dtype=torch.float64)
 
     def clear(self) -> None:
         """Forget everything collected so far."""

@@ -1,10 +1,11 @@
-"""Models that are spread over several devices: what relocation refuses, and how it reads and writes sharded tensors.
+"""Models that are spread over several devices: what relocation refuses, how processes agree, sharded tensors.
 
 FSDP 2 is known by its methods: PyTorch before 2.6, or without distributed, has no class to compare with.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,6 +46,24 @@ def refuse_wrapper(name: str) -> None:
             f"Relocation needs all scores and the prompts that the optimizer steps on, but got `{name}`, which "
             f"{what}. {instead}"
         )
+
+
+def summed(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The sum of all processes' values, on the CPU. `device` is one that the processes can exchange tensors on."""
+    return _exchanged(values, device, lambda tensor: torch.distributed.all_reduce(tensor))
+
+
+def agreed(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The first process's values, on the CPU, where all are equal but for rounding and decisions must not differ."""
+    return _exchanged(values, device, lambda tensor: torch.distributed.broadcast(tensor, 0))
+
+
+def _exchanged(values: torch.Tensor, device: torch.device, exchange: Callable[[torch.Tensor], Any]) -> torch.Tensor:
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return values
+    on_device = values.to(device)
+    exchange(on_device)
+    return on_device.cpu()
 
 
 def reshard(model: nn.Module) -> None:

@@ -12,18 +12,15 @@ import torch
 from torch import nn
 
 from ..model import ProVPTModel
-from ..prompts import Observation
+from ..prompts import Observation, moments_of
 from .allocation import Choice, Situation, make_policy
 from .config import RelocationConfig
 from .idleness import Idleness, IdlenessWindow
-from .parallel import refuse_wrapper, reshard, whole, write_row
+from .parallel import agreed, refuse_wrapper, reshard, summed, whole, write_row
 from .serialization import from_json, to_json
 
 
 logger = logging.getLogger(__name__)
-
-# Norms and random numbers only choose the prompt; the score beside them is the default one.
-SECOND_ORDER = ("fisher", "norm", "random")
 
 # Optimizer states that are running averages of gradients, and 0 at the start. Others (iterates, step sizes, quantised
 # codes) mean something else by 0.
@@ -140,15 +137,16 @@ class Relocator:
         self.generator = torch.Generator().manual_seed(self.config.seed)
         self.policy = make_policy(self.config.allocator, tuner.num_blocks, self.config.ppo, self.generator)
         num_prompts = len(self.tuner.prompts(self.adapter_name))
-        self.window = IdlenessWindow(num_prompts, curvature=0.5 if self.config.idleness in SECOND_ORDER else 0.0)
+        # Norms and random numbers only choose the prompt; the score beside them is the default one.
+        observed = self.config.idleness if self.config.idleness in ("gate", "taylor") else "fisher"
+        self._observation = Observation(observed, self.adapter_name, num_prompts)
+        self.window = IdlenessWindow(num_prompts, curvature=0.5 if observed == "fisher" else 0.0)
         # Sum of the steps' losses, number of steps.
         self._loss = torch.zeros(2, dtype=torch.float64)
         self._pending: list[_Pending] = []
         # Steps since the last relocation.
         self._step = 0
-        observed = self.config.idleness if self.config.idleness in ("gate", "taylor") else "fisher"
-        self._observation = Observation(observed, self.adapter_name, num_prompts)
-        self.observe_next_step()
+        self._observe_next_step()
 
     # ---- while training ---------------------------------------------------------------------------------------------
 
@@ -166,7 +164,7 @@ class Relocator:
         moments = self._observation.take()
         if self.tuner.bank.enabled_adapter == self.adapter_name:
             self._step += 1
-            self.observe_next_step()
+            self._observe_next_step()
         if loss_scale != 1.0 and self._overflowed(moments):
             return
         if moments is not None:
@@ -174,7 +172,7 @@ class Relocator:
         if loss is not None:
             self.record_loss(loss.item() if isinstance(loss, torch.Tensor) else loss, steps=1)
 
-    def observe_next_step(self) -> None:
+    def _observe_next_step(self) -> None:
         """Let the blocks report in the next optimizer step, or not."""
         scored = self.score_batches is None and self._step % self.config.score_every == 0
         self.tuner.bank.observation = self._observation if scored else None
@@ -242,11 +240,8 @@ class Relocator:
         self.window.clear()
         self._loss.zero_()
         self._step = 0
-        self.observe_next_step()
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            on_device = sums.to(self.tuner.prompts(self.adapter_name).device)
-            torch.distributed.all_reduce(on_device)
-            sums = on_device.cpu()
+        self._observe_next_step()
+        sums = summed(sums, self._device)
         moments, (loss_sum, steps) = sums[:-2].view_as(self.window.sums), sums[-2:].tolist()
         if not moments[-1].any() and (self.score_batches is None or not steps):
             return None, math.nan
@@ -266,21 +261,20 @@ class Relocator:
         # Without a wrapper, which would wait for a backward pass.
         model = next(module for module in self.model.modules() if getattr(module, "base_model", None) is self.tuner)
         was_training = [module for module in model.modules() if module.training]
-        distributed = (self.tuner.prompt_blocks(self.adapter_name) != 0).nonzero()[:, 0].tolist()
-        removed = distributed if self.config.idleness == "exact" else []
-        window = IdlenessWindow(len(self.window.sums[0]), self.window.curvature)
+        num_prompts = len(self.tuner.prompts(self.adapter_name))
+        window, exact = IdlenessWindow(num_prompts, self.window.curvature), IdlenessWindow(num_prompts)
         model.eval()
         try:
-            if removed:
-                loss = self._evaluate(model, batches, lambda batch: self._remove_each(model, batch, removed, window))
-                return window.scores(self._agreed(window.sums)), loss
-            loss = self._evaluate(model, batches, lambda batch: self._differentiate(model, batch, window))
-            idleness = window.scores(self._agreed(window.sums))
+            if self.config.idleness == "exact":
+                removed = (self.tuner.prompt_blocks(self.adapter_name) != 0).nonzero()[:, 0].tolist()
+                loss = self._evaluate(batches, lambda batch: self._remove_each(model, batch, removed, exact))
+                return exact.scores(agreed(exact.sums, self._device)), loss
+            loss = self._evaluate(batches, lambda batch: self._differentiate(model, batch, window))
+            idleness = window.scores(agreed(window.sums, self._device))
             if self.config.screen and idleness.is_finite():
                 removed = self.ranking(idleness)[: self.config.screen]
-                exact = IdlenessWindow(len(window.sums[0]))
-                self._evaluate(model, batches, lambda batch: self._remove_each(model, batch, removed, exact))
-                idleness.score[removed] = exact.scores(self._agreed(exact.sums)).score[removed]
+                self._evaluate(batches, lambda batch: self._remove_each(model, batch, removed, exact))
+                idleness.score[removed] = exact.scores(agreed(exact.sums, self._device)).score[removed]
                 idleness.exact[removed] = True
             return idleness, loss
         finally:
@@ -289,25 +283,17 @@ class Relocator:
                 module.training = True
 
     def _evaluate(
-        self,
-        model: nn.Module,
-        batches: Iterable[dict[str, torch.Tensor]],
-        loss_of: Callable[[dict[str, torch.Tensor]], float],
+        self, batches: Iterable[dict[str, torch.Tensor]], loss_of: Callable[[dict[str, torch.Tensor]], float]
     ) -> float:
         """The mean over batches of a function that returns a batch's loss."""
-        device = self.tuner.prompts(self.adapter_name).device
-        losses = [loss_of({name: tensor.to(device) for name, tensor in batch.items()}) for batch in batches]
+        losses = [loss_of({name: tensor.to(self._device) for name, tensor in batch.items()}) for batch in batches]
         if not losses:
             raise ValueError("Scores are measured on the score batches, but there are none. Give at least one batch.")
-        return self._agreed(torch.tensor([sum(losses) / len(losses)], dtype=torch.float64)).item()
+        return agreed(torch.tensor([sum(losses) / len(losses)], dtype=torch.float64), self._device).item()
 
-    def _agreed(self, values: torch.Tensor) -> torch.Tensor:
-        """The first process's values. All are equal but for rounding, and decisions must not differ."""
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            return values
-        on_device = values.to(self.tuner.prompts(self.adapter_name).device)
-        torch.distributed.broadcast(on_device, 0)
-        return on_device.cpu()
+    @property
+    def _device(self) -> torch.device:
+        return self.tuner.prompts(self.adapter_name).device
 
     def _differentiate(self, model: nn.Module, batch: dict[str, torch.Tensor], window: IdlenessWindow) -> float:
         """Add a batch's first-order scores to the window, without touching the parameters' gradients."""
@@ -327,14 +313,15 @@ class Relocator:
         all prompts. Their spread is over batches, since only the mean loss of a batch is known."""
         loss = self.compute_loss(model, batch).item()
         blocks = self.tuner.prompt_blocks(self.adapter_name).tolist()
-        moments = torch.zeros_like(window.sums)
+        scores = []
         for prompt in prompts:
             self.tuner.move_prompt(prompt, 0, self.adapter_name)
             try:
-                score = loss - self.compute_loss(model, batch).item()
+                scores.append(loss - self.compute_loss(model, batch).item())
             finally:
                 self.tuner.move_prompt(prompt, blocks[prompt], self.adapter_name)
-            moments[:, prompt] = torch.tensor([*(score**power for power in range(1, 5)), 1.0])
+        moments = torch.zeros_like(window.sums)
+        moments[:, prompts] = moments_of(torch.tensor([scores], dtype=torch.float64))
         window.add_step(moments)
         return loss
 
@@ -423,25 +410,12 @@ class Relocator:
         standard errors of the latter. For a block without prompts, the average of all blocks stands in."""
         worth = situation.worth()
         expected = worth[block - 1] if worth[block - 1].isfinite() else worth.nanmean()
-        gain = (expected + idleness.score[prompt]).item()
-        if self.config.significance == 0.0:
-            return gain > 0.0
-        return gain > self.config.significance * idleness.stderr[prompt].item()
+        return idleness.stands_out(prompt, self.config.significance, elsewhere=expected.item())
 
     def _move(self, prompt: int, choice: Choice, blocks: torch.Tensor, idleness: Idleness, loss: float) -> Relocation:
         """Give a prompt to the block that was chosen."""
-        source = int(blocks[prompt])
-        scored = source != 0
-        relocation = Relocation(
-            epoch=self.epoch,
-            prompt=prompt,
-            from_block=source,
-            block=choice.block,
-            idleness=idleness.score[prompt].item() if scored else None,
-            idleness_stderr=idleness.stderr[prompt].item() if scored else None,
-            loss_before=loss,
-        )
-        if choice.block != source:
+        relocation = self._record(prompt, int(blocks[prompt]), choice.block, idleness, loss)
+        if choice.block != relocation.from_block:
             residents = (blocks == choice.block).nonzero()[:, 0]
             self._place(prompt, choice.block, residents, idleness)
         self._pending.append(_Pending(relocation, choice))
@@ -452,22 +426,23 @@ class Relocator:
         if any(relocation.block == 0 for relocation in self.history):
             return []
         ranking = self.ranking(idleness)
-        blocks = self.tuner.prompt_blocks(self.adapter_name).cpu()
-        moves = []
-        for prompt in ranking[: round(self.config.prune_share * len(ranking))]:
-            moves.append(
-                Relocation(
-                    epoch=self.epoch,
-                    prompt=prompt,
-                    from_block=int(blocks[prompt]),
-                    block=0,
-                    idleness=idleness.score[prompt].item(),
-                    idleness_stderr=idleness.stderr[prompt].item(),
-                    loss_before=loss,
-                )
-            )
+        blocks = self.tuner.prompt_blocks(self.adapter_name).tolist()
+        pruned = ranking[: round(self.config.prune_share * len(ranking))]
+        for prompt in pruned:
             self.tuner.move_prompt(prompt, 0, self.adapter_name)
-        return moves
+        return [self._record(prompt, blocks[prompt], 0, idleness, loss) for prompt in pruned]
+
+    def _record(self, prompt: int, source: int, block: int, idleness: Idleness, loss: float) -> Relocation:
+        scored = source != 0
+        return Relocation(
+            epoch=self.epoch,
+            prompt=prompt,
+            from_block=source,
+            block=block,
+            idleness=idleness.score[prompt].item() if scored else None,
+            idleness_stderr=idleness.stderr[prompt].item() if scored else None,
+            loss_before=loss,
+        )
 
     @torch.no_grad()
     def _place(self, prompt: int, block: int, residents: torch.Tensor, idleness: Idleness) -> None:
@@ -548,6 +523,6 @@ class Relocator:
             _Pending(self.history[pending["relocation"]], Choice(**pending["choice"])) for pending in state["pending"]
         ]
         self._step = state["step"]
-        self.observe_next_step()
+        self._observe_next_step()
         self.policy.load_state_dict(state["policy"])
         self.generator.set_state(state["generator"])
