@@ -27,7 +27,7 @@ from provpt_peft import ProVPTConfig, RelocationConfig, Relocator
 
 sys.path.append(str(Path(__file__).resolve().parent / "benchmarks"))
 import tasks
-from training import append_lines, make_base, make_optimizer, read_lines, train_epoch
+from common import append_lines, make_base, make_optimizer, read_lines, train_epoch
 
 
 # Runs by name: settings of `RelocationConfig`, or None where nothing is relocated. Percentages are those of (A), (B).
@@ -51,22 +51,37 @@ TITLES = {
     "paper": "paper preset",
     "default": "default preset",
 }
-# One setting of the default changed at a time.
+# Settings of the default changed, one at a time or two that belong together.
 ABLATIONS: dict[str, dict[str, Any]] = {
     "trigger=always": {"trigger": "always"},
     "trigger=opportunity": {"trigger": "opportunity"},
     "significance=2": {"significance": 2.0},
     "reward=counterfactual": {"reward": "counterfactual"},
-    "allocator=greedy": {"allocator": "greedy", "trigger": "opportunity"},
+    "allocator=greedy": {"allocator": "greedy"},
     "allocator=uniform": {"allocator": "uniform"},
     "start=own": {"start": "own"},
     "start=fresh": {"start": "fresh"},
     "start=best": {"start": "best"},
-    "settle=0.5": {"settle": 0.5},
+    "settle=0": {"settle": 0.0},
+    "settle=0.7": {"settle": 0.7},
     "prompts_per_relocation=3": {"prompts_per_relocation": 3},
+    "prompts_per_relocation=3, trigger=opportunity": {"prompts_per_relocation": 3, "trigger": "opportunity"},
+    "score_images=128": {"score_images": 128},
+    "screen=4": {"screen": 4},
     "score on held-out images": {},
 }
 STRATEGIES |= {name: RelocationConfig(**changes) for name, changes in ABLATIONS.items()}
+
+
+def protocol(args: argparse.Namespace) -> dict[str, int]:
+    """What all runs of a table have in common."""
+    names = ("epochs", "train_images", "validation_images", "image_size", "num_prompts")
+    return {name: getattr(args, name) for name in names}
+
+
+def finished(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The runs in the results file that followed the protocol."""
+    return [line for line in read_lines(args.output) if protocol(args).items() <= line.items()]
 
 
 def even(budget: int, num_blocks: int) -> list[int]:
@@ -93,7 +108,7 @@ def make_model(name: str, args: argparse.Namespace, num_labels: int, seed: int) 
 
 def run(name: str, task_name: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     """Train and test one strategy. Returns its line of the results."""
-    task = tasks.load(task_name, args.image_size, args.train_images, seed=seed)
+    task = tasks.load(task_name, args.image_size, args.train_images, args.validation_images, seed)
     model = make_model(name, args, task.num_labels, seed)
     optimizer = make_optimizer(model)
     config = STRATEGIES[name]
@@ -121,16 +136,14 @@ def run(name: str, task_name: str, seed: int, args: argparse.Namespace) -> dict[
     history = relocator.history if relocator is not None else []
     head = sum(p.numel() for n, p in model.named_parameters() if p.requires_grad and "provpt_" not in n)
     tuner = model.base_model
-    policy = getattr(getattr(relocator, "policy", None), "ppo", None)
+    # Pruning for good asks no policy.
+    policy = getattr(relocator.policy, "ppo", None) if relocator and config.adjust != "prune" else None
     networks = 0 if policy is None else sum(p.numel() for m in (policy.actor, policy.critic) for p in m.parameters())
     return {
         "strategy": name,
         "task": task_name,
         "seed": seed,
-        "epochs": args.epochs,
-        "train_images": args.train_images,
-        "image_size": args.image_size,
-        "num_prompts": args.num_prompts,
+        **protocol(args),
         "train_loss": loss,
         "validation_accuracy": 100 * tasks.accuracy(model, task.validation),
         "test_accuracy": 100 * tasks.accuracy(model, task.test),
@@ -157,30 +170,55 @@ def chosen_percentage(letter: str, task: str, lines: list[dict[str, Any]]) -> st
     return max(tried, key=lambda line: line["validation_accuracy"])["strategy"]
 
 
-def report(path: Path) -> None:
-    """Print a table a task: mean and standard deviation over seeds."""
-    lines = read_lines(path)
+def report(lines: list[dict[str, Any]]) -> None:
+    """Print Tab. 3 for each task, mean and standard deviation over seeds, and a table of the settings."""
     for task in sorted({line["task"] for line in lines}):
         rows = [line for line in lines if line["task"] == task]
         print(f"\n{task}")
-        print("| strategy | trained parameters (M) | val (%) | test (%) | moves | seeds |")
-        print("| --- | --- | --- | --- | --- | --- |")
-        for name in (*TITLES, *ABLATIONS):
+        print("| strategy | trained parameters (M) | train loss | val (%) | test (%) | moves | seeds |")
+        print("| --- | --- | --- | --- | --- | --- | --- |")
+        for name, title in TITLES.items():
             run_name = chosen_percentage(name, task, lines) if name in ("A", "B") else name
             found = [line for line in rows if line["strategy"] == run_name]
             if not found:
                 continue
-            title = TITLES.get(name, f"default, {name}")
             if name in ("A", "B"):
                 title += f" {run_name[1:]} %"
             parameters = statistics.mean(line["trained_parameters"] for line in found) / 1e6
-            cells = []
+            cells = [f"{statistics.mean(line['train_loss'] for line in found):.3f}"]
             for split in ("validation_accuracy", "test_accuracy"):
-                values = [line[split] for line in found]
-                spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-                cells.append(f"{statistics.mean(values):.2f}{spread}")
+                cells.append(mean_and_spread([line[split] for line in found]))
             moves = statistics.mean(line["moves"] for line in found)
             print(f"| {title} | {parameters:.3f} | {' | '.join(cells)} | {moves:.1f} | {len(found)} |")
+
+    baseline = {(line["task"], line["seed"]): line for line in lines if line["strategy"] == "VPT baseline"}
+    print(
+        "\nsettings: difference from the VPT baseline with the same task and seed, mean ± standard error of the runs"
+    )
+    print("| setting | train loss | val (pp) | test (pp) | moves | runs |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for name in ("default", *ABLATIONS):
+        pairs = [
+            (line, baseline[line["task"], line["seed"]])
+            for line in lines
+            if line["strategy"] == name and (line["task"], line["seed"]) in baseline
+        ]
+        if len(pairs) < 2:
+            continue
+        cells = []
+        for measure in ("train_loss", "validation_accuracy", "test_accuracy"):
+            differences = [line[measure] - other[measure] for line, other in pairs]
+            error = statistics.stdev(differences) / len(differences) ** 0.5
+            digits = 3 if measure == "train_loss" else 1
+            cells.append(f"{statistics.mean(differences):+.{digits}f} ± {error:.{digits}f}")
+        moves = statistics.mean(line["moves"] for line, _ in pairs)
+        title = name if name == "default" else f"default, {name}"
+        print(f"| {title} | {' | '.join(cells)} | {moves:.1f} | {len(pairs)} |")
+
+
+def mean_and_spread(values: list[float]) -> str:
+    spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.2f}{spread}"
 
 
 def main() -> None:
@@ -190,11 +228,12 @@ def main() -> None:
         help=f"which: {', '.join(TITLES)}, or a setting: {', '.join(ABLATIONS)} (default: those of Tab. 3)",
     )  # fmt: skip
     parser.add_argument("--model_name_or_path", help="checkpoint of the backbone (default: the demo's DINOv2-S)")
-    parser.add_argument("--tasks", nargs="+", default=["digits", "orientation"], help="digits, orientation")
+    parser.add_argument("--tasks", nargs="+", default=["digits", "location"], help="digits, location, orientation")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="seeds (default: 0 1 2)")
     parser.add_argument("--epochs", type=int, default=10, help="epochs of a run (default: 10)")
     parser.add_argument("--train_images", type=int, default=320, help="training images (default: 320)")
-    parser.add_argument("--image_size", type=int, default=42, help="side of an image in pixels (default: 42)")
+    parser.add_argument("--validation_images", type=int, default=400, help="validation images (default: 400)")
+    parser.add_argument("--image_size", type=int, default=28, help="side of an image in pixels (default: 28)")
     parser.add_argument("--num_prompts", type=int, default=5, help="prompts in each block (default: 5)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
     parser.add_argument("--output", type=Path, default=Path("results/strategies.jsonl"), help="the results file")
@@ -202,14 +241,14 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.report:
-        report(args.output)
+        report(finished(args))
         return
     unknown = set(args.strategies) - set(STRATEGIES) - {"A", "B"}
     if unknown:
         parser.error(f"unknown strategies {sorted(unknown)}, see --help")
 
     def missing(seed: int) -> list[tuple[str, str, int]]:
-        lines = read_lines(args.output)
+        lines = finished(args)
         done = {(line["strategy"], line["task"], line["seed"]) for line in lines}
         wanted = []
         for name in args.strategies:
@@ -226,7 +265,7 @@ def main() -> None:
     for seed in args.seeds:
         for name, task, _ in tqdm(missing(seed), desc=f"seed {seed}"):
             append_lines(args.output, [run(name, task, seed, args)])
-    report(args.output)
+    report(finished(args))
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def train(scenario, folder, batch_size):
     model = tiny.prompted(tiny.make("vit"), **settings.get("adapter", {}))
     data, epochs = Images(), Epochs()
     # Scores of the training steps, which the processes have to add up, unless the scenario says otherwise.
-    relocation = dict(idleness="gate", score_images=0) | settings.get("relocation", {})
+    relocation = dict(idleness="gate", score_images=0, settle=0.0) | settings.get("relocation", {})
     callback = RelocationTrainerCallback(relocation, score_dataset=Images(6) if relocation["score_images"] else None)
     arguments = dict(num_train_epochs=4, learning_rate=1e-2, ddp_find_unused_parameters=False)
     args = TrainingArguments(

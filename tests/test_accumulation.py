@@ -6,12 +6,12 @@ import torch
 from training import Images
 from transformers import Trainer, TrainingArguments
 
-from provpt_peft import RelocationTrainerCallback
+from provpt_peft import RelocationConfig, RelocationTrainerCallback
 
 
 def run(folder, batch_size, accumulation, trainer_class=Trainer, **settings):
     """Two moves' worth of history. Learning rate 0, since clipping changes what is learned."""
-    callback = RelocationTrainerCallback()
+    callback = RelocationTrainerCallback(RelocationConfig(settle=0.0))
     arguments = TrainingArguments(
         str(folder), num_train_epochs=3, per_device_train_batch_size=batch_size,
         gradient_accumulation_steps=accumulation, learning_rate=0.0, save_strategy="no", report_to="none",

@@ -75,7 +75,7 @@ def test_loss_is_the_trainer_s_exact_mean(tmp_path):
             return loss
 
     model = tiny.prompted(tiny.make("vit"))
-    callback = RelocationTrainerCallback(RelocationConfig(idleness="gate", score_images=0))
+    callback = RelocationTrainerCallback(RelocationConfig(idleness="gate", score_images=0, settle=0.0))
     args = TrainingArguments(
         str(tmp_path), num_train_epochs=3, per_device_train_batch_size=4, logging_steps=4, report_to="none",
         disable_tqdm=True, save_strategy="no", dataloader_pin_memory=False, use_cpu=True,
@@ -281,7 +281,9 @@ ALWAYS = dict(trigger="always", score_images=8)
 
 
 def test_scores_are_measured_on_the_training_images_that_the_seed_chooses(tmp_path):
-    trainer, callback = make_trainer(tmp_path, config=RelocationConfig(**ALWAYS, seed=5), num_train_epochs=2)
+    trainer, callback = make_trainer(
+        tmp_path, config=RelocationConfig(**ALWAYS, settle=0.0, seed=5), num_train_epochs=2
+    )
     trainer.train()
     chosen = torch.randperm(24, generator=torch.Generator().manual_seed(5))[:8]
     images = Images()
@@ -331,7 +333,9 @@ def test_relocations_every_so_many_steps_until_settling(tmp_path):
 def test_a_score_dataset_is_used_in_place_of_training_images(tmp_path):
     held_out = Images(6, seed=9)
     trainer, _ = make_trainer(tmp_path, callback=False, num_train_epochs=2)
-    callback = RelocationTrainerCallback(RelocationConfig(idleness="exact", trigger="always"), score_dataset=held_out)
+    callback = RelocationTrainerCallback(
+        RelocationConfig(idleness="exact", trigger="always", settle=0.0), score_dataset=held_out
+    )
     trainer.add_callback(callback)
     trainer.train()
     with torch.no_grad():

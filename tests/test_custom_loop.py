@@ -20,9 +20,9 @@ import custom_loop
 
 TOLERANCE = 1e-6
 CONFIGS = {
-    "measured": dict(trigger="always"),
-    "in the training steps": dict(score_images=0, idleness="gate", trigger="always"),
-    "some training images": dict(trigger="always", score_images=8, seed=5),
+    "measured": dict(trigger="always", settle=0.0),
+    "in the training steps": dict(score_images=0, idleness="gate", trigger="always", settle=0.0),
+    "some training images": dict(trigger="always", score_images=8, seed=5, settle=0.0),
     "every 5 steps": dict(trigger="always", relocate_every=5, prompts_per_relocation=2, settle=0.3),
 }
 
@@ -60,8 +60,8 @@ def test_a_score_dataset_is_used_in_place_of_training_images():
     held_out = Images(6, seed=9)
     model = tiny.prompted(tiny.make("vit"))
     relocator = custom_loop.train(
-        model, Images(), RelocationConfig(trigger="always"), epochs=2, batch_size=6, learning_rate=1e-2, seed=0,
-        score_dataset=held_out, progress_bar=False,
+        model, Images(), RelocationConfig(trigger="always", settle=0.0), epochs=2, batch_size=6, learning_rate=1e-2,
+        seed=0, score_dataset=held_out, progress_bar=False,
     )  # fmt: skip
     with torch.no_grad():
         loss = model.eval()(pixel_values=held_out.pixel_values, labels=held_out.labels).loss.item()

@@ -107,6 +107,36 @@ def test_strategies_of_table_3(tmp_path, checkpoint):
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) == len(lines)
 
 
+def test_adjustments_benchmark_and_the_noise_fitted_to_it(tmp_path, checkpoint):
+    arguments = (
+        "benchmarks/adjustments.py", "--model_name_or_path", checkpoint, "--stages", 1, 2, "--repeats", 2,
+        "--train_images", 16, "--validation_images", 8, "--image_size", 32, "--num_prompts", 2,
+        "--output", tmp_path / "results.jsonl", "--pictures", tmp_path,
+    )  # fmt: skip
+    output = run(*arguments)
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    cells = [(line["epoch"], line["repeat"], line["adjustment"]) for line in lines]
+    assert cells == [(epoch, repeat, what) for epoch in (1, 2) for repeat in (0, 1) for what in ("add", "move")]
+    for line in lines:
+        assert len(line["by_block"]) == 4
+        assert line["from_block"] == 0 or line["adjustment"] == "move"
+        if line["adjustment"] == "move":
+            # Where the prompt stays in its block, nothing has changed.
+            stayed = line["by_block"][line["from_block"] - 1]
+            assert stayed["untuned"] == stayed["tuned"] == {"loss": 0.0, "accuracy": 0.0}
+            assert stayed["similarity_tuned"] == line["similarity_untouched"]
+    assert "| digits | 1e-06 | 2 | move |" in output
+    with Image.open(tmp_path / "adjustments_digits_1e-06.png") as picture:
+        assert picture.width > 1000
+    # Nothing is run twice.
+    assert run(*arguments) == output
+    output = run(
+        "benchmarks/allocator_regret.py", "--fit", tmp_path / "results.jsonl", "--seeds", 1, "--moves", 4,
+        "--output", tmp_path / "regret.png",
+    )  # fmt: skip
+    assert "noise of scores" in output
+
+
 def test_allocator_regret_benchmark(tmp_path):
     output = run(
         "benchmarks/allocator_regret.py", "--seeds", 1, "--moves", 4, "--output", tmp_path / "regret.png"

@@ -193,7 +193,7 @@ class Watch(TrainerCallback):
 
 
 def train_fp16(folder, init_scale, **arguments):
-    callback = RelocationTrainerCallback(RelocationConfig(idleness="gate", score_images=0))
+    callback = RelocationTrainerCallback(RelocationConfig(idleness="gate", score_images=0, settle=0.0))
     watch = Watch(callback)
     args = TrainingArguments(
         str(folder), num_train_epochs=3, per_device_train_batch_size=4, save_strategy="no", report_to="none",

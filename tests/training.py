@@ -26,7 +26,9 @@ class Images(torch.utils.data.Dataset):
 def make_trainer(folder, config=None, callback=True, callbacks=(), model=None, **arguments):
     model = tiny.prompted(tiny.make("vit"), prompt_dropout=0.1) if model is None else model
     relocation = (
-        [RelocationTrainerCallback(config or RelocationConfig(idleness="gate", score_images=0))] if callback else []
+        [RelocationTrainerCallback(config or RelocationConfig(idleness="gate", score_images=0, settle=0.0))]
+        if callback
+        else []
     )
     defaults = dict(
         output_dir=str(folder), num_train_epochs=4, per_device_train_batch_size=4, learning_rate=1e-2,

@@ -9,22 +9,17 @@ reward. The regret of a move is what the prompt would earn at the best block min
 without noise. Each policy plays its own course of the same needs.
 
 Scores and rewards are noisy. The noise levels are in units of the spread: the standard deviation over blocks of what
-one more prompt would earn, at the start. The defaults are guesses and are to be fitted to a recorded history, a JSON
-list of records with keys `idleness` and `idleness_stderr` (a number or a list over prompts) and `reward`, all in loss
-units:
+one more prompt would earn, at the start. The defaults are guesses. `--fit` takes them from measured moves:
 
-    python examples/benchmarks/allocator_regret.py --history FILE.json
+    python examples/benchmarks/allocator_regret.py --fit results/adjustments.jsonl
 
-The noise of scores is then the median standard error, and the noise of rewards the standard deviation of the rewards,
-both divided by the standard deviation of `idleness` (the median over records if they hold lists). That holds
-noise too, so the noise of scores comes out somewhat low; rewards differ for other reasons than noise, so theirs comes
-out high.
+The spread is then that of the measured rewards over blocks without their noise, the noise of rewards what blocks do
+not explain of them, and the noise of scores the median standard error.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +31,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from adjustments import rewards_of, variance_components
+from common import read_lines
 from tqdm.auto import tqdm
 
 from provpt_peft.relocation.allocation import Policy, Situation, make_policy
@@ -144,20 +141,18 @@ def simulate(args: argparse.Namespace, contenders: dict[str, tuple[str, PPOConfi
     return {name: np.stack(values).cumsum(axis=1) for name, values in regrets.items()}
 
 
-def noise_of_history(path: Path) -> tuple[float, float]:
-    """Noise of scores and of rewards in a recorded history, in units of the spread of its idleness."""
-    records = json.loads(path.read_text())
-
-    def finite(value: float | list[float] | None) -> np.ndarray:
-        values = np.atleast_1d(np.array(value, dtype=float))
-        return values[np.isfinite(values)]
-
-    idleness = [finite(record["idleness"]) for record in records]
-    several = [values.std() for values in idleness if len(values) > 1]
-    spread = np.median(several) if several else np.concatenate(idleness).std()
-    stderr = np.concatenate([finite(record["idleness_stderr"]) for record in records])
-    rewards = np.concatenate([finite(record["reward"]) for record in records])
-    return float(np.median(stderr) / spread), float(rewards.std() / spread)
+def fitted_noise(path: Path) -> tuple[float, float]:
+    """Noise of scores and of counterfactual rewards in the moves of `adjustments.py`, in spreads over blocks."""
+    lines = [line for line in read_lines(path) if line["adjustment"] == "move"]
+    cells: dict[tuple, list[dict]] = {}
+    for line in lines:
+        cells.setdefault((line["task"], line["eps"], line["epoch"]), []).append(line)
+    components = [variance_components(rewards_of(cell, "counterfactual")) for cell in cells.values() if len(cell) >= 2]
+    of_blocks, rest = np.mean(components, axis=0)
+    if of_blocks == 0.0:
+        raise ValueError(f"The blocks explain nothing of the rewards in {path}, so noise has no scale there.")
+    stderr = np.array([line["idleness_stderr"] for line in lines], dtype=float)
+    return float(np.nanmedian(stderr) / math.sqrt(of_blocks)), math.sqrt(rest / of_blocks)
 
 
 def mean_and_error(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -222,11 +217,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "over the moves, with --progress times the noise (default: counterfactual)",
     )
     add("--progress", type=float, default=5.0, help="progress of the first epoch, in spreads (default: 5)")
-    add("--history", type=Path, help="JSON list of records to fit --score_noise and --reward_noise to")
+    add("--fit", type=Path, help="results of adjustments.py to fit --score_noise and --reward_noise to")
     add("--output", type=Path, default=Path("docs/images/allocator_regret.png"), help="picture (default: %(default)s)")
     args = parser.parse_args(argv)
-    if args.history:
-        args.score_noise, args.reward_noise = noise_of_history(args.history)
+    if args.fit:
+        args.score_noise, args.reward_noise = fitted_noise(args.fit)
     return args
 
 

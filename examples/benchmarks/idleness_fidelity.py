@@ -3,32 +3,60 @@
     python examples/benchmarks/idleness_fidelity.py
     python examples/benchmarks/idleness_fidelity.py --report      # only the table of what was measured
 
-A DINOv2-S with 60 prompts is trained as in the demo. At each stage every prompt is removed in turn, and the change of
-the loss on `--truth_images` training images is the truth. Scores are measured on those images, on the first few of
-them, or gathered in the training steps of the epoch before. Printed for each: Spearman's rank correlation with the
-truth, the rank of the prompt it would move (1 is the truly most idle), the regret of that pick (best true change minus
-the pick's, over best minus median), and the seconds it takes over those of a training epoch.
+A backbone with 5 prompts in each block is trained as in the demo: DINOv2-S with its own epsilon of 1e-6 or with 1e-12,
+and a small Swin with random weights. At each stage every prompt is removed in turn, and the change of the loss on
+`--truth_images` training images is the truth. Scores are measured on those images, on the first few of them, or
+gathered in the training steps of the epoch before. "exact" on the first few shows how far the truth is from itself.
+
+Printed for each: Spearman's rank correlation with the truth, the rank of the prompt it would move (1 is the truly most
+idle), the regret of that pick (best true change minus the pick's, over best minus median), and the seconds of an epoch
+with the score over those of one without.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import tasks
 import torch
+from common import append_lines, exact_idleness, make_model, make_optimizer, read_lines, train_epoch
+from peft import PeftModel, get_peft_model
 from scipy.stats import spearmanr
 from tqdm.auto import tqdm
-from training import append_lines, exact_idleness, make_model, make_optimizer, read_lines, train_epoch
+from transformers import SwinConfig, SwinForImageClassification
 
-from provpt_peft import RelocationConfig, Relocator
+from provpt_peft import ProVPTConfig, RelocationConfig, Relocator
 from provpt_peft.relocation.idleness import Idleness
 
 
 SCORES = ("fisher", "gate", "taylor", "norm", "random")
+BACKBONES: dict[str, Callable[[int, int], PeftModel]] = {
+    "DINOv2-S": lambda num_labels, seed: make_model(num_labels=num_labels, seed=seed),
+    "DINOv2-S, eps 1e-12": lambda num_labels, seed: make_model(num_labels=num_labels, seed=seed, eps=1e-12),
+    "Swin": lambda num_labels, seed: make_swin(num_labels, seed),
+}
+
+
+def make_swin(num_labels: int, seed: int) -> PeftModel:
+    """A Swin of random weights for images of 28 px: 8 blocks of two widths, 5 prompts in each."""
+    torch.manual_seed(seed)
+    config = SwinConfig(
+        image_size=28,
+        patch_size=2,
+        embed_dim=96,
+        depths=[2, 6],
+        num_heads=[3, 6],
+        window_size=7,
+        num_labels=num_labels,
+    )
+    prompts = ProVPTConfig(num_prompts=5, modules_to_save=["classifier"])
+    return get_peft_model(SwinForImageClassification(config), prompts)
 
 
 def fidelity(truth: torch.Tensor, ranking: list[int], idleness: Idleness | None) -> dict[str, float]:
@@ -50,7 +78,8 @@ def measure(
     for images in (*args.score_images, args.truth_images):
         part = train[:images]
         batches = [{"pixel_values": part.images, "labels": part.labels}]
-        for name, screen in [*((name, 0) for name in SCORES), ("fisher", 2), ("fisher", 4)]:
+        names = SCORES if images == args.truth_images else (*SCORES, "exact")
+        for name, screen in [*((name, 0) for name in names), ("fisher", 2), ("fisher", 4)]:
             relocator = Relocator(model, RelocationConfig(idleness=name, screen=screen), score_batches=batches)
             start = time.perf_counter()
             idleness, _ = relocator.measure(batches)
@@ -66,14 +95,14 @@ def measure(
     return lines
 
 
-def run(task_name: str, eps: float, args: argparse.Namespace) -> None:
+def run(task_name: str, backbone: str, args: argparse.Namespace) -> None:
     """Train once and append the lines of each stage to the results."""
     task = tasks.load(task_name, args.image_size, args.train_images, seed=args.seed)
-    model = make_model(eps=eps, num_labels=task.num_labels, seed=args.seed)
+    model = BACKBONES[backbone](task.num_labels, args.seed)
     optimizer = make_optimizer(model)
     probe = task.train[: args.truth_images]
     epoch_seconds = None
-    for epoch in tqdm(range(max(args.stages) + 1), desc=f"{task_name}, eps {eps}"):
+    for epoch in tqdm(range(max(args.stages) + 1), desc=f"{task_name}, {backbone}"):
         in_steps = Relocator(model, RelocationConfig(score_images=0)) if epoch in args.stages else None
         if epoch > 0:
             start = time.perf_counter()
@@ -84,42 +113,59 @@ def run(task_name: str, eps: float, args: argparse.Namespace) -> None:
         if in_steps is None:
             continue
         truth = exact_idleness(model, probe.images, probe.labels)
-        cell = {"task": task_name, "eps": eps, "epoch": epoch, "best": truth.max().item(), "worst": truth.min().item()}
+        cell = {
+            "task": task_name,
+            "backbone": backbone,
+            "epoch": epoch,
+            "best": truth.max().item(),
+            "worst": truth.min().item(),
+        }
         cell |= {"epoch_seconds": epoch_seconds, "seed": args.seed}
         append_lines(args.output, [cell | line for line in measure(model, task.train, truth, in_steps, args)])
 
 
 def report(path: Path) -> None:
-    """Print a line for each score: medians over the cells, and the cells in which it falls short."""
+    """Print a line for each score: medians over the cells, and the cells in which it falls short. And the default
+    score cell by cell."""
     lines = read_lines(path)
-    cells = {(line["task"], line["eps"], line["epoch"], line["seed"]) for line in lines}
-    print(f"{len(cells)} cells: {sorted(cells)}")
+    cells = {(line["backbone"], line["task"], line["epoch"]) for line in lines}
+    print(f"{len(cells)} cells")
     print("| score | images | Spearman, median | pick in the true top 3 | regret, median | largest | / epoch |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
-    # None before the first epoch that was only trained.
-    epochs = [line["epoch_seconds"] for line in lines if line["epoch_seconds"]]
-    epoch_seconds = statistics.median(epochs) if epochs else float("nan")
     for score, images in dict.fromkeys((line["score"], line["images"]) for line in lines):
         found = [line for line in lines if (line["score"], line["images"]) == (score, images)]
         top = sum(line["rank"] <= 3 for line in found)
-        spearman, regret, time_taken = (
-            statistics.median(line[name] for line in found) for name in ("spearman", "regret", "seconds")
-        )
+        spearman, regret = (statistics.median(line[name] for line in found) for name in ("spearman", "regret"))
+        # Not before the first epoch that was only trained.
+        times = [1 + line["seconds"] / line["epoch_seconds"] for line in found if line["epoch_seconds"]] or [math.nan]
         print(
             f"| {score} | {images} | {spearman:.2f} | {top} of {len(found)} | {regret:.2f} | "
-            f"{max(line['regret'] for line in found):.2f} | {1 + time_taken / epoch_seconds:.3f} |"
+            f"{max(line['regret'] for line in found):.2f} | {statistics.median(times):.3f} |"
         )
+    images_of = sorted({line["images"] for line in lines if isinstance(line["images"], int)})
+    print("\n`fisher`: Spearman, rank of the pick; images in the columns")
+    print(f"| backbone | task | epoch | best … worst truth | {' | '.join(map(str, images_of))} |")
+    print(f"|{' --- |' * (4 + len(images_of))}")
+    for cell in dict.fromkeys((line["backbone"], line["task"], line["epoch"]) for line in lines):
+        found = {
+            line["images"]: line
+            for line in lines
+            if (line["backbone"], line["task"], line["epoch"]) == cell and line["score"] == "fisher"
+        }
+        figures = [f"{found[images]['spearman']:.2f}, {found[images]['rank']}" for images in images_of]
+        span = f"{found[images_of[0]]['best']:+.4f} … {found[images_of[0]]['worst']:+.4f}"
+        print(f"| {' | '.join(map(str, cell))} | {span} | {' | '.join(figures)} |")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", nargs="+", default=["digits", "orientation"], help="digits, orientation")
-    parser.add_argument("--eps", type=float, nargs="+", default=[1e-6, 1e-12], help="epsilons of the norms")
+    parser.add_argument("--tasks", nargs="+", default=["digits", "location"], help="digits, location, orientation")
+    parser.add_argument("--backbones", nargs="+", default=list(BACKBONES), choices=BACKBONES, help="which (all)")
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 3, 10], help="epochs (default: 0 1 3 10)")
     parser.add_argument("--truth_images", type=int, default=256, help="images of the truth (default: 256)")
-    parser.add_argument("--score_images", type=int, nargs="+", default=[32, 64], help="images of the scores as well")
-    parser.add_argument("--train_images", type=int, default=800, help="training images (default: 800)")
-    parser.add_argument("--image_size", type=int, default=56, help="side of an image in pixels (default: 56)")
+    parser.add_argument("--score_images", type=int, nargs="+", default=[32, 128], help="images of the scores as well")
+    parser.add_argument("--train_images", type=int, default=320, help="training images (default: 320)")
+    parser.add_argument("--image_size", type=int, default=28, help="side of an image in pixels (default: 28)")
     parser.add_argument("--seed", type=int, default=0, help="seed (default: 0)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
     parser.add_argument("--output", type=Path, default=Path("results/idleness_fidelity.jsonl"), help="results file")
@@ -128,11 +174,11 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     if not args.report:
         lines = read_lines(args.output)
-        done = {(line["task"], line["eps"]) for line in lines if line["epoch"] == max(args.stages)}
+        done = {(line["task"], line["backbone"]) for line in lines if line["epoch"] == max(args.stages)}
         for task in args.tasks:
-            for eps in args.eps:
-                if (task, eps) not in done:
-                    run(task, eps, args)
+            for backbone in args.backbones:
+                if (task, backbone) not in done:
+                    run(task, backbone, args)
     report(args.output)
 
 

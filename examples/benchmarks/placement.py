@@ -13,8 +13,8 @@ import argparse
 
 import tasks
 import torch
+from common import exact_idleness, make_model, make_optimizer, mean_loss, train_epoch
 from tqdm.auto import tqdm
-from training import exact_idleness, make_model, make_optimizer, mean_loss, train_epoch
 
 
 def starts(prompts: torch.Tensor, prompt: int, residents: list[int], idleness: torch.Tensor, bound: float) -> dict:

@@ -1,4 +1,4 @@
-"""The tasks of the benchmarks as tensors: scikit-learn's digits, and the orientation of sprites as in dSprites.
+"""The tasks of the benchmarks as tensors: scikit-learn's digits, orientation and location of sprites as in dSprites.
 
 And the measure of both, accuracy.
 """
@@ -21,7 +21,8 @@ STD = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
 # Pixels of a side are drawn so many times finer and averaged.
 OVERSAMPLING = 4
 ORIENTATIONS, SCALES, POSITIONS = 40, 6, 32
-ORIENTATION_CLASSES = 16
+# Orientation and location are told apart in so many classes, as in VTAB-1k.
+SPRITE_CLASSES = 16
 TEST_IMAGES = 1000
 
 
@@ -50,7 +51,7 @@ class Task:
 
 
 def load(name: str, size: int = 56, train: int = 800, validation: int = 200, seed: int = 0) -> Task:
-    """A task by name: `digits` (1,797 images in all) or `orientation`. At most 1,000 test images.
+    """A task by name: `digits` (1,797 images in all), `orientation` or `location`. At most 1,000 test images.
 
     Args:
         name: Name of the task.
@@ -61,10 +62,10 @@ def load(name: str, size: int = 56, train: int = 800, validation: int = 200, see
     """
     if name == "digits":
         everything, num_labels = _digits(size), 10
-    elif name == "orientation":
-        everything, num_labels = _sprites(size, train + validation + TEST_IMAGES, seed), ORIENTATION_CLASSES
+    elif name in ("orientation", "location"):
+        everything, num_labels = _sprites(size, train + validation + TEST_IMAGES, seed, name), SPRITE_CLASSES
     else:
-        raise ValueError(f"`name` must be digits or orientation, got {name!r}.")
+        raise ValueError(f"`name` must be digits, orientation or location, got {name!r}.")
     order = torch.randperm(len(everything), generator=torch.Generator().manual_seed(seed))
     parts = order.split([train, validation, len(order) - train - validation])
     return Task(
@@ -108,8 +109,9 @@ def _outlines() -> list[np.ndarray]:
     return [square, ellipse, heart]
 
 
-def _sprites(size: int, count: int, seed: int) -> Split:
-    """White shapes on black with the factors of dSprites; the label is the orientation in 16 bins of its 40 values."""
+def _sprites(size: int, count: int, seed: int, label: str) -> Split:
+    """White shapes on black with the factors of dSprites; the label is the orientation in 16 bins of its 40 values, or
+    the location along x in 16 bins of its 32, as in VTAB-1k."""
     rng = np.random.default_rng(seed)
     outlines, side = _outlines(), size * OVERSAMPLING
     pictures, labels = [], []
@@ -117,7 +119,8 @@ def _sprites(size: int, count: int, seed: int) -> Split:
         outline = outlines[rng.integers(3)]
         scale = 0.5 + 0.5 * rng.integers(SCALES) / (SCALES - 1)
         orientation = int(rng.integers(ORIENTATIONS))
-        position = rng.integers(POSITIONS, size=2) / (POSITIONS - 1)
+        steps = rng.integers(POSITIONS, size=2)
+        position = steps / (POSITIONS - 1)
         angle = 2 * math.pi * orientation / ORIENTATIONS
         turn = np.array([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
         centre = 0.2 + 0.6 * position
@@ -125,5 +128,6 @@ def _sprites(size: int, count: int, seed: int) -> Split:
         picture = Image.new("L", (side, side))
         ImageDraw.Draw(picture).polygon([tuple(point) for point in points], fill=255)
         pictures.append(np.asarray(picture.resize((size, size), Image.Resampling.BOX), dtype=np.float32) / 255)
-        labels.append(orientation * ORIENTATION_CLASSES // ORIENTATIONS)
+        factor, values = (orientation, ORIENTATIONS) if label == "orientation" else (int(steps[0]), POSITIONS)
+        labels.append(factor * SPRITE_CLASSES // values)
     return Split(_normalised(torch.tensor(np.stack(pictures))), torch.tensor(labels))

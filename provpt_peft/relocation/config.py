@@ -107,7 +107,7 @@ class RelocationConfig:
     prompts_per_relocation: int = 1
     relocate_every: str | int = "epoch"
     warmup_epochs: int = 1
-    settle: float = 0.0
+    settle: float = 0.5
     score_images: int = 32
     screen: int = 0
     score_every: int = 1
@@ -171,7 +171,12 @@ class RelocationConfig:
 
 IDLENESS = ("fisher", "gate", "taylor", "exact", "norm", "random")
 ALLOCATORS = ("ppo", "thompson", "greedy", "uniform", "naive_rl")
-_PAPER: dict[str, Any] = {"trigger": "positive", "reward": "paper", "ppo": {"discount": 1.0, "worth_coef": 0.0}}
+_PAPER: dict[str, Any] = {
+    "trigger": "positive",
+    "reward": "paper",
+    "settle": 0.0,
+    "ppo": {"discount": 1.0, "worth_coef": 0.0},
+}
 _TABLE_3 = _PAPER | {"idleness": "fisher"}
 PRESETS: dict[str, dict[str, Any]] = {
     "default": {},

@@ -22,11 +22,10 @@ from .serialization import from_json, to_json
 
 logger = logging.getLogger(__name__)
 
-# Optimizer states that are running averages of gradients, and 0 at the start. Others (iterates, step sizes, quantised
-# codes) mean something else by 0.
-_MOMENTS = frozenset(
-    ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "sum")
-)
+# Optimizer states that are running averages of gradients, and those of their squares or sizes. Others (iterates, step
+# sizes, quantised codes) mean something else by 0 or by a mean.
+_FIRST_MOMENTS = frozenset(("exp_avg", "momentum_buffer", "grad_avg"))
+_SECOND_MOMENTS = frozenset(("exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "sum"))
 
 
 @dataclass
@@ -77,8 +76,8 @@ class Relocator:
         model: A model with a PROVPT adapter, as `get_peft_model` returned it, or a wrapper of it. The adapter that is
             active now is the one whose prompts move.
         config: When, which and where to.
-        optimizer: The optimizer of the prompts. Given, the moments of a prompt that moves are reset, where they are
-            those of PyTorch's own optimizers.
+        optimizer: The optimizer of the prompts. Given, the moments of a prompt that moves become those of a prompt
+            that is new in its block, where they are those of PyTorch's own optimizers.
         score_batches: Batches to measure scores and losses on, in eval mode before each relocation, in place of the
             training steps; for example held-out images. They are iterated over each time.
         compute_loss: The mean loss of the model on a score batch; by default `model(**batch).loss`.
@@ -211,15 +210,19 @@ class Relocator:
 
     def _turn(self, move: bool) -> list[Relocation]:
         self.metrics = {}
-        idleness, loss = self._gather()
-        if idleness is None:
+        sums = self._gather()
+        if sums is None:
             return []
         self.epoch += 1
+        move = move and self.epoch >= self.config.warmup_epochs
+        if not (move or self._pending):
+            return []
+        idleness, loss = self._scores(sums) if self.score_batches is None else self.measure(self.score_batches)
         if not (idleness.is_finite() and math.isfinite(loss)):
             self._note_not_finite()
             return []
         self._reward(idleness, loss)
-        if not move or self.epoch < self.config.warmup_epochs:
+        if not move:
             return []
         moves = self._prune(idleness, loss) if self.config.adjust == "prune" else self._relocate(idleness, loss)
         self.history += moves
@@ -234,24 +237,28 @@ class Relocator:
             self.metrics |= {"moves": len(moves)} | {k: v for k, v in details.items() if v is not None}
         return moves
 
-    def _gather(self) -> tuple[Idleness | None, float]:
-        """Scores and mean loss since the last call, over all processes. No scores if nothing was trained."""
+    def _gather(self) -> torch.Tensor | None:
+        """The moments and the loss of the steps since the last call, summed over all processes: the moments'
+        elements, the losses' sum, the number of steps. None if nothing was trained."""
         sums = torch.cat([self.window.sums.flatten(), self._loss])
         self.window.clear()
         self._loss.zero_()
         self._step = 0
         self._observe_next_step()
         sums = summed(sums, self._device)
-        moments, (loss_sum, steps) = sums[:-2].view_as(self.window.sums), sums[-2:].tolist()
-        if not moments[-1].any() and (self.score_batches is None or not steps):
-            return None, math.nan
+        scored, steps = sums[:-2].view_as(self.window.sums)[-1].any(), sums[-1].item()
+        if not scored and (self.score_batches is None or not steps):
+            return None
         if not steps:
             raise RuntimeError(
                 "Relocation needs the training loss beside the scores, but none was recorded. "
                 "Call `record_step(loss)`, or `record_loss` before `relocate`."
             )
-        if self.score_batches is not None:
-            return self.measure(self.score_batches)
+        return sums
+
+    def _scores(self, sums: torch.Tensor) -> tuple[Idleness, float]:
+        """Scores and mean loss of training steps."""
+        moments, (loss_sum, steps) = sums[:-2].view_as(self.window.sums), sums[-2:].tolist()
         # A prompt that was undistributed by hand since it was scored is in no block that it could be pruned from.
         moments[:, self.tuner.prompt_blocks(self.adapter_name).cpu() == 0] = 0.0
         return self.window.scores(moments), loss_sum / steps
@@ -416,8 +423,7 @@ class Relocator:
         """Give a prompt to the block that was chosen."""
         relocation = self._record(prompt, int(blocks[prompt]), choice.block, idleness, loss)
         if choice.block != relocation.from_block:
-            residents = (blocks == choice.block).nonzero()[:, 0]
-            self._place(prompt, choice.block, residents, idleness)
+            self.place(prompt, choice.block, idleness)
         self._pending.append(_Pending(relocation, choice))
         return relocation
 
@@ -445,23 +451,24 @@ class Relocator:
         )
 
     @torch.no_grad()
-    def _place(self, prompt: int, block: int, residents: torch.Tensor, idleness: Idleness) -> None:
-        """Move a prompt and let it start from the config's `start`.
+    def place(self, prompt: int, block: int, idleness: Idleness) -> None:
+        """Move a prompt and let it start from the config's `start`. `relocate` does this with what it chooses.
 
         The mean of the residents changes the loss less than the median prompt's removal does, and learns at its
         neighbours' rate (see docs/relocation.md for the measurement). The reference code scales the vector by 1e-3
         instead, which LayerNorm undoes. Where there is nothing to copy, the prompt keeps its vector, and so it does
         where it would be the mean of one, since a copy would stay one. The optimizer's moments for the row belong to
-        the old place and are reset.
+        the old place: first moments become 0, second ones the mean of the residents', if there are any. Were they 0 as
+        well, Adam would step up to 6.5 times too far, since its bias correction counts the steps of all rows alike.
 
         Args:
             prompt: k*.
             block: a*, another block than the prompt's.
-            residents: Indices of the prompts in that block.
-            idleness: The scores.
+            idleness: The scores, which tell the block's best prompt.
         """
         reshard(self.model)
         prompts = self.tuner.prompts(self.adapter_name)
+        residents = (self.tuner.prompt_blocks(self.adapter_name).cpu() == block).nonzero()[:, 0]
         self.tuner.move_prompt(prompt, block, self.adapter_name)
         start = self.config.start
         rows = whole(prompts)
@@ -474,10 +481,16 @@ class Relocator:
             bound = self.tuner.bank.bound
             fresh = torch.empty(rows.shape[1]).uniform_(-bound, bound, generator=self.generator)
             write_row(prompts, prompt, fresh.to(rows))
-        if self.optimizer is not None:
-            for name, moment in self.optimizer.state.get(prompts, {}).items():
-                if name in _MOMENTS and moment.is_floating_point() and moment.shape == prompts.shape:
-                    write_row(moment, prompt, torch.zeros_like(whole(moment)[prompt]))
+        if self.optimizer is None:
+            return
+        for name, moment in self.optimizer.state.get(prompts, {}).items():
+            if name not in _FIRST_MOMENTS | _SECOND_MOMENTS or moment.shape != prompts.shape:
+                continue
+            rows = whole(moment)
+            if name in _FIRST_MOMENTS:
+                write_row(moment, prompt, torch.zeros_like(rows[prompt]))
+            elif len(residents) >= 1:
+                write_row(moment, prompt, rows[residents.to(rows.device)].mean(dim=0))
 
     # ---- state ------------------------------------------------------------------------------------------------------
 

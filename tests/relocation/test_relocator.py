@@ -143,7 +143,7 @@ def force(relocator, block):
 
 
 @pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD])
-def test_a_moved_prompt_starts_from_the_mean_with_fresh_moments(optimizer_class):
+def test_a_moved_prompt_starts_from_the_mean_with_its_new_blocks_moments(optimizer_class):
     optimizer = (
         torch.optim.AdamW if optimizer_class is torch.optim.AdamW else lambda p, lr: torch.optim.SGD(p, lr, 0.9)
     )
@@ -153,9 +153,9 @@ def test_a_moved_prompt_starts_from_the_mean_with_fresh_moments(optimizer_class)
     relocator._loss.zero_()
     prompts = model.base_model.prompts()
     rows = prompts.detach().clone()
-    moments = [m for m in optimizer.state[prompts].values() if torch.is_tensor(m) and m.shape == prompts.shape]
-    assert len(moments) == (2 if optimizer_class is torch.optim.AdamW else 1)
-    old = [m.clone() for m in moments]
+    state = {n: m for n, m in optimizer.state[prompts].items() if torch.is_tensor(m) and m.shape == prompts.shape}
+    assert set(state) == ({"exp_avg", "exp_avg_sq"} if optimizer_class is torch.optim.AdamW else {"momentum_buffer"})
+    old = {name: moment.clone() for name, moment in state.items()}
 
     force(relocator, 4)
     report(relocator, scores_with(1.0, prompt=0), loss=1.0)
@@ -163,9 +163,36 @@ def test_a_moved_prompt_starts_from_the_mean_with_fresh_moments(optimizer_class)
     assert model.base_model.prompts() is prompts
     torch.testing.assert_close(prompts[0], rows[9:12].mean(dim=0))
     assert torch.equal(prompts[1:], rows[1:])
-    for moment, before in zip(moments, old, strict=True):
-        assert not moment[0].any()
-        assert torch.equal(moment[1:], before[1:])
+    for name, before in old.items():
+        if name == "exp_avg_sq":
+            torch.testing.assert_close(state[name][0], before[9:12].mean(dim=0))
+        else:
+            assert not state[name][0].any()
+        assert torch.equal(state[name][1:], before[1:])
+
+
+def test_a_moved_prompt_steps_no_further_than_its_neighbours():
+    """With a gradient of 1 Adam's step is the learning rate. The bias correction is the parameter's, so a row whose
+    moments were both 0 would step by (1 - 0.9^t) / sqrt(1 - 0.999^t), up to 6.5 times as far."""
+    model, optimizer, relocator = setup(lambda p, lr: torch.optim.AdamW(p, 1e-3, weight_decay=0.0))
+    prompts = model.base_model.prompts()
+
+    def change():
+        before = prompts.detach().clone()
+        optimizer.zero_grad()
+        prompts.grad = torch.ones_like(prompts)
+        optimizer.step()
+        return (before - prompts.detach()).mean(dim=1)
+
+    for _ in range(2000):
+        change()
+    force(relocator, 4)
+    report(relocator, scores_with(1.0, prompt=0), loss=1.0)
+    assert relocator.relocate()[0].block == 4
+    for step in range(1, 21):
+        steps = change()
+        torch.testing.assert_close(steps[1:], torch.full_like(steps[1:], 1e-3), atol=2e-6, rtol=0)
+        assert steps[0].item() == pytest.approx((1 - 0.9**step) * 1e-3, abs=2e-6)
 
 
 def test_optimizer_states_that_are_no_moments_are_left_alone():

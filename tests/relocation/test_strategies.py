@@ -32,7 +32,7 @@ def run(config, epochs=4, **adapter):
 
 @pytest.mark.parametrize("name", sorted(set(PRESETS) - {"A", "B", "adding"}))
 def test_relocating_strategies_keep_the_budget(name):
-    tuner, relocator = run(RelocationConfig.preset(name, trigger="always"))
+    tuner, relocator = run(RelocationConfig.preset(name, trigger="always", settle=0.0))
     assert sum(tuner.prompt_distribution()) == 12
     moves = [record for record in relocator.history if record.prompt is not None]
     assert [record.epoch for record in moves] == [1, 2, 3]
@@ -65,8 +65,9 @@ def test_adding_takes_prompts_from_the_reserve():
 def test_every_score_with_every_allocator_and_both_rewards(idleness, allocator):
     for reward in ("paper", "counterfactual"):
         config = RelocationConfig(
-            idleness=idleness, allocator=allocator, reward=reward, trigger="always", prompts_per_relocation=2
-        )
+            idleness=idleness, allocator=allocator, reward=reward, trigger="always", prompts_per_relocation=2,
+            settle=0.0,
+        )  # fmt: skip
         tuner, relocator = run(config, epochs=3)
         assert sum(tuner.prompt_distribution()) == 12
         assert len(relocator.history) == 4
@@ -114,8 +115,22 @@ def test_nothing_moves_in_the_settling_phase_but_rewards_are_learned():
     assert relocator.history[0].reward is not None
 
 
+def test_nothing_is_measured_where_neither_a_move_nor_a_reward_hangs_on_it():
+    model, optimizer, relocator = setup(config=RelocationConfig(trigger="always", settle=0.5, warmup_epochs=2))
+    measured = []
+    relocator.score_batches = batches()
+    relocator.measure = lambda batches: measured.append(relocator.epoch) or Relocator.measure(relocator, batches)
+    for epoch in range(8):
+        relocator.relocate(progress=epoch / 8)
+        train_epoch(model, optimizer, relocator)
+    relocator.finish()
+    assert [record.epoch for record in relocator.history] == [2, 3]
+    # The last reward is learned in the epoch after it.
+    assert measured == [2, 3, 4]
+
+
 def test_exact_is_the_change_of_the_loss_from_removal():
-    config = RelocationConfig(idleness="exact", trigger="always")
+    config = RelocationConfig(idleness="exact", trigger="always", settle=0.0)
     model, optimizer, _ = setup()
     relocator = Relocator(model, config, optimizer, score_batches=batches(3))
     train_epoch(model, optimizer, relocator)
@@ -132,7 +147,7 @@ def test_exact_is_the_change_of_the_loss_from_removal():
         expected.append(before - loss())
         tuner.move_prompt(prompt, block)
     model.train()
-    idleness, mean_loss = relocator._gather()
+    idleness, mean_loss = relocator.measure(batches(3))
     torch.testing.assert_close(idleness.score, torch.tensor(expected, dtype=torch.float64), atol=1e-6, rtol=1e-4)
     assert mean_loss == pytest.approx(loss(), rel=1e-5)
     assert model.training
@@ -226,7 +241,7 @@ def test_screening_decides_by_the_exact_scores_of_the_candidates():
         model, optimizer, _ = setup()
         relocator = Relocator(model, RelocationConfig(**config), optimizer, score_batches=batches(1))
         train_epoch(model, optimizer, relocator)
-        return relocator._gather()[0]
+        return relocator.measure(batches(1))[0]
 
     torch.manual_seed(0)
     screened = scores(screen=3)
