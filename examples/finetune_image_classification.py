@@ -231,9 +231,8 @@ def draw(table: np.ndarray, history: list[Relocation], path: Path) -> None:
     over_time.set_yticks(range(1, blocks + 1))
     figure.colorbar(image, ax=over_time, label="prompts", ticks=range(table.min(), table.max() + 1))
     last.barh(range(1, blocks + 1), table[:, -1], color="#0072B2")
-    last.axvline(table[:, 0].mean(), color="black", linestyle="--", linewidth=1, label="uniform")
-    last.set(xlabel="prompts", title="Learned distribution")
-    last.legend()
+    last.axvline(table[:, 0].mean(), color="black", linestyle="--", linewidth=1)
+    last.set(xlabel="prompts (dashed: uniform)", title="Learned")
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
@@ -301,7 +300,7 @@ def main() -> None:
         eval_strategy="epoch",
         save_strategy="no",
         learning_rate=1e-3,
-        lr_scheduler_type="constant",
+        lr_scheduler_type="cosine",
         report_to="none",
         remove_unused_columns=False,
         dataloader_pin_memory=torch.cuda.is_available(),

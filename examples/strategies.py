@@ -32,8 +32,11 @@ from common import append_lines, make_base, make_optimizer, read_lines, train_ep
 
 # Runs by name: settings of `RelocationConfig`, or None where nothing is relocated. Percentages are those of (A), (B).
 PERCENTAGES = range(10, 100, 10)
+# The baseline's budget in some of the blocks only: the first and the last of them.
+FIXED = {f"VPT in blocks {first}-{last}": (first, last) for first, last in ((1, 4), (5, 8), (9, 12), (1, 6))}
 STRATEGIES: dict[str, RelocationConfig | None] = {
     "VPT baseline": None,
+    **dict.fromkeys(FIXED),
     **{f"A{p}": RelocationConfig.preset("A", prune_share=p / 100) for p in PERCENTAGES},
     **{f"B{p}": RelocationConfig.preset("B", prune_share=p / 100) for p in PERCENTAGES},
     **{name: RelocationConfig.preset(name) for name in ("C", "D", "E", "F", "G", "adding", "paper", "default")},
@@ -50,6 +53,7 @@ TITLES = {
     "adding": "Adding",
     "paper": "paper preset",
     "default": "default preset",
+    **{name: name for name in FIXED},
 }
 # Settings of the default changed, one at a time or two that belong together.
 ABLATIONS: dict[str, dict[str, Any]] = {
@@ -95,7 +99,11 @@ def make_model(name: str, args: argparse.Namespace, num_labels: int, seed: int) 
     num_prompts: int | list[int] = args.num_prompts
     reserve = 0
     num_blocks = base.config.num_hidden_layers
-    if name.startswith("B"):
+    if name in FIXED:
+        first, last = FIXED[name]
+        part = even(args.num_prompts * num_blocks, last - first + 1)
+        num_prompts = [0] * (first - 1) + part + [0] * (num_blocks - last)
+    elif name.startswith("B"):
         # So many that the baseline's budget is left after pruning.
         num_prompts = even(round(args.num_prompts * num_blocks / (1 - int(name[1:]) / 100)), num_blocks)
     elif name == "adding":
@@ -225,7 +233,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--strategies", nargs="+", default=list(TITLES),
-        help=f"which: {', '.join(TITLES)}, or a setting: {', '.join(ABLATIONS)} (default: those of Tab. 3)",
+        help=f"which: {', '.join(TITLES)}, or a setting: {', '.join(ABLATIONS)} (default: all but the settings)",
     )  # fmt: skip
     parser.add_argument("--model_name_or_path", help="checkpoint of the backbone (default: the demo's DINOv2-S)")
     parser.add_argument("--tasks", nargs="+", default=["digits", "location"], help="digits, location, orientation")
