@@ -151,7 +151,7 @@ def fitted_noise(path: Path) -> tuple[float, float]:
     of_blocks, rest = np.mean(components, axis=0)
     if of_blocks == 0.0:
         raise ValueError(f"The blocks explain nothing of the rewards in {path}, so noise has no scale there.")
-    stderr = np.array([line["idleness_stderr"] for line in lines], dtype=float)
+    stderr = np.concatenate([line["idleness_stderr"] for line in lines])
     return float(np.nanmedian(stderr) / math.sqrt(of_blocks)), math.sqrt(rest / of_blocks)
 
 
