@@ -16,15 +16,13 @@ import torch
 from peft import PeftModel, get_peft_model
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Subset
 from tqdm.auto import tqdm
-from transformers import AutoModelForImageClassification
 
 from provpt_peft import ProVPTConfig, RelocationConfig, Relocator
 
 
-sys.path.append(str(Path(__file__).resolve().parent))
 sys.path.append(str(Path(__file__).resolve().parent / "benchmarks"))
 import tasks
-from dinov2_small import prepare
+from common import make_base
 
 
 Example = dict[str, torch.Tensor]
@@ -125,14 +123,9 @@ def main() -> None:
     )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    torch.manual_seed(args.seed)
 
     task = tasks.load("digits", args.image_size, args.train_images, seed=args.seed)
-    base = AutoModelForImageClassification.from_pretrained(
-        args.model_name_or_path or prepare(),
-        num_labels=task.num_labels,
-        ignore_mismatched_sizes=True,
-    )
+    base = make_base(task.num_labels, args.seed, args.model_name_or_path)
     model = get_peft_model(base, ProVPTConfig(num_prompts=args.num_prompts, modules_to_save=["classifier"]))
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     relocator = train(
@@ -155,7 +148,7 @@ def main() -> None:
                 f"idleness {move.idleness:+.4f}, reward {reward}"
             )
     print(f"prompts in each block: {model.base_model.prompt_distribution()}")
-    print(f"test accuracy: {tasks.accuracy(model, task.test):.4f}")
+    print(f"test accuracy: {tasks.evaluate(model, task.test)[1]:.4f}")
     model.save_pretrained(args.output_dir)
     print(f"The adapter is in {args.output_dir}.")
 

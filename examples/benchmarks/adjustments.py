@@ -41,14 +41,6 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73")
 MEASURES = ("loss", "accuracy")
 # Images whose features are compared.
 FEATURE_IMAGES = 100
-SCORE_IMAGES = 32
-
-
-@torch.no_grad()
-def features(model: Any, images: torch.Tensor) -> torch.Tensor:
-    """[CLS] features after each block, (L, B, D)."""
-    model.eval()
-    return torch.stack(model(pixel_values=images, output_hidden_states=True).hidden_states[1:])[:, :, 0]
 
 
 def similarity(one: torch.Tensor, other: torch.Tensor) -> list[float]:
@@ -75,20 +67,18 @@ class Bench:
         torch.manual_seed(seed)  # of the dropout
         train_epoch(self.model, self.optimizer, self.task.train.images, self.task.train.labels, seed)
 
-    def relocator(self) -> Relocator:
-        return Relocator(self.model, RelocationConfig(), self.optimizer, self.score_batches)
-
-    @torch.no_grad()
     def measures(self) -> dict[str, float]:
         """Mean loss and accuracy (%) on the validation images."""
-        self.model.eval()
-        labels = self.task.validation.labels
-        logits = torch.cat([self.model(pixel_values=part).logits for part in self.task.validation.images.split(128)])
-        right = (logits.argmax(dim=-1) == labels).double().mean().item()
-        return {"loss": F.cross_entropy(logits, labels).item(), "accuracy": 100 * right}
+        loss, accuracy = tasks.evaluate(self.model, self.task.validation)
+        return {"loss": loss, "accuracy": 100 * accuracy}
 
+    @torch.no_grad()
     def features(self) -> torch.Tensor:
-        return features(self.model, self.task.validation.images[:FEATURE_IMAGES])
+        """[CLS] features after each block, (L, B, D)."""
+        images = self.task.validation.images[:FEATURE_IMAGES]
+        return torch.stack(self.model.eval()(pixel_values=images, output_hidden_states=True).hidden_states[1:])[
+            :, :, 0
+        ]
 
     def state(self) -> tuple[Any, Any]:
         trained = {n: p.detach().clone() for n, p in self.model.named_parameters() if p.requires_grad}
@@ -109,7 +99,7 @@ def measure_stage(bench: Bench, cell: dict[str, Any], adjustments: list[str], pa
     """All adjustments at one stage of training; a line for each repeat is added to the results."""
     origin = bench.state()
     before, features_before = bench.measures(), bench.features()
-    relocator = bench.relocator()
+    relocator = Relocator(bench.model, RelocationConfig(), bench.optimizer, bench.score_batches)
     idleness, loss_before = relocator.measure(bench.score_batches)
     most_idle = relocator.ranking(idleness)
     for repeat in range(bench.args.repeats):
@@ -145,7 +135,7 @@ def measure_stage(bench: Bench, cell: dict[str, Any], adjustments: list[str], pa
                     "paper": loss_before - loss_after,
                     "counterfactual": -after.score[prompt].item(),
                 })  # fmt: skip
-                bench.restore(origin)
+            bench.restore(origin)
             append_lines(path, [line])
 
 
@@ -172,6 +162,14 @@ def variance_components(rewards: torch.Tensor) -> tuple[float, float]:
     return max(of_blocks - rest, 0.0) / repeats, rest
 
 
+def cells_of(lines: list[dict[str, Any]]) -> dict[tuple[str, float, int, str], list[dict[str, Any]]]:
+    """The repeats of each task, epsilon, epoch and adjustment."""
+    cells: dict[tuple[str, float, int, str], list[dict[str, Any]]] = {}
+    for line in lines:
+        cells.setdefault((line["task"], line["eps"], line["epoch"], line["adjustment"]), []).append(line)
+    return cells
+
+
 def rewards_of(lines: list[dict[str, Any]], reward: str) -> torch.Tensor:
     """Rewards of the repeats of a cell, (repeats, L)."""
     return torch.tensor([[block[reward] for block in line["by_block"]] for line in lines], dtype=torch.float64)
@@ -184,9 +182,8 @@ def report(path: Path, pictures: Path) -> None:
         "| task | eps | epoch | adjustment | loss: lowest … highest of blocks | loss, tuned | accuracy, tuned (pp) |"
     )
     print("| --- | --- | --- | --- | --- | --- | --- |")
-    groups = list(dict.fromkeys((r["task"], r["eps"], r["epoch"], r["adjustment"]) for r in lines))
-    for group in groups:
-        found = [r for r in lines if (r["task"], r["eps"], r["epoch"], r["adjustment"]) == group]
+    groups = cells_of(lines)
+    for group, found in groups.items():
         cells = []
         for when, name in (("untuned", "loss"), ("tuned", "loss"), ("tuned", "accuracy")):
             means = by_block(found, when, name)[0]
@@ -196,8 +193,7 @@ def report(path: Path, pictures: Path) -> None:
 
     print("\n| task | eps | epoch | variance explained by the block: paper | counterfactual |")
     print("| --- | --- | --- | --- | --- |")
-    for task, eps, epoch, adjustment in groups:
-        found = [r for r in lines if (r["task"], r["eps"], r["epoch"], r["adjustment"]) == (task, eps, epoch, "move")]
+    for (task, eps, epoch, adjustment), found in groups.items():
         if adjustment == "move" and len(found) >= 2:
             components = [variance_components(rewards_of(found, reward)) for reward in ("paper", "counterfactual")]
             shares = [block / (block + rest) for block, rest in components]
@@ -205,8 +201,7 @@ def report(path: Path, pictures: Path) -> None:
 
     print("\n| task | eps | epoch | similarity, lowest of blocks: pruned | allocated | tuned | tuned, no move |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
-    for task, eps, epoch, adjustment in groups:
-        found = [r for r in lines if (r["task"], r["eps"], r["epoch"], r["adjustment"]) == (task, eps, epoch, "move")]
+    for (task, eps, epoch, adjustment), found in groups.items():
         if adjustment == "move":
             curves = [[r["similarity_pruned"] for r in found]]
             curves += [[b[f"similarity_{s}"] for r in found for b in r["by_block"]] for s in ("placed", "tuned")]

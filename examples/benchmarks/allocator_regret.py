@@ -31,7 +31,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from adjustments import rewards_of, variance_components
+from adjustments import cells_of, rewards_of, variance_components
 from common import read_lines
 from tqdm.auto import tqdm
 
@@ -144,10 +144,9 @@ def simulate(args: argparse.Namespace, contenders: dict[str, tuple[str, PPOConfi
 def fitted_noise(path: Path) -> tuple[float, float]:
     """Noise of scores and of counterfactual rewards in the moves of `adjustments.py`, in spreads over blocks."""
     lines = [line for line in read_lines(path) if line["adjustment"] == "move"]
-    cells: dict[tuple, list[dict]] = {}
-    for line in lines:
-        cells.setdefault((line["task"], line["eps"], line["epoch"]), []).append(line)
-    components = [variance_components(rewards_of(cell, "counterfactual")) for cell in cells.values() if len(cell) >= 2]
+    components = [
+        variance_components(rewards_of(cell, "counterfactual")) for cell in cells_of(lines).values() if len(cell) >= 2
+    ]
     of_blocks, rest = np.mean(components, axis=0)
     if of_blocks == 0.0:
         raise ValueError(f"The blocks explain nothing of the rewards in {path}, so noise has no scale there.")

@@ -67,16 +67,6 @@ def train_epoch(
     return sum(losses) / len(losses)
 
 
-@torch.no_grad()
-def mean_loss(model: PeftModel, images: torch.Tensor, labels: torch.Tensor, batch_size: int = 128) -> float:
-    """Mean loss in eval mode."""
-    model.eval()
-    total = 0.0
-    for x, y in zip(images.split(batch_size), labels.split(batch_size), strict=True):
-        total += model(pixel_values=x, labels=y).loss.item() * len(x)
-    return total / len(images)
-
-
 def exact_idleness(model: PeftModel, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Eq. 4 itself: the loss with a prompt minus the loss without it, for each prompt in turn, (N,)."""
     batches = [{"pixel_values": images, "labels": labels}]

@@ -13,7 +13,7 @@ import argparse
 
 import tasks
 import torch
-from common import exact_idleness, make_model, make_optimizer, mean_loss, train_epoch
+from common import exact_idleness, make_model, make_optimizer, train_epoch
 from tqdm.auto import tqdm
 
 
@@ -43,7 +43,7 @@ def main() -> None:
 
     train = tasks.load("digits").train
     images, labels = train.images, train.labels
-    probe = images[: args.images], labels[: args.images]
+    probe = train[: args.images]
     model = make_model(eps=args.eps)
     tuner = model.base_model
     prompts = tuner.prompts()
@@ -53,7 +53,7 @@ def main() -> None:
         loss = train_epoch(model, optimizer, images, labels, seed=epoch)
         if epoch not in args.epochs:
             continue
-        idleness = exact_idleness(model, *probe)
+        idleness = exact_idleness(model, probe.images, probe.labels)
         limit = idleness.abs().median().item()
         changes: dict[str, list[float]] = {}
         rates: dict[str, list[float]] = {}
@@ -65,14 +65,14 @@ def main() -> None:
             residents = (blocks == block).nonzero()[:, 0].tolist()
             own = prompts.detach()[prompt].clone()
             tuner.move_prompt(prompt, 0)
-            without = mean_loss(model, *probe)
+            without = tasks.evaluate(model, probe)[0]
             tuner.move_prompt(prompt, block)
             for name, vector in starts(prompts.detach(), prompt, residents, idleness, tuner.bank.bound).items():
                 prompts.data[prompt] = vector
-                changes.setdefault(name, []).append(abs(mean_loss(model, *probe) - without))
+                changes.setdefault(name, []).append(abs(tasks.evaluate(model, probe)[0] - without))
                 model.train()
                 torch.manual_seed(trial)
-                model(pixel_values=probe[0], labels=probe[1]).loss.backward()
+                model(pixel_values=probe.images, labels=probe.labels).loss.backward()
                 relative = prompts.grad.norm(dim=1) / prompts.detach().norm(dim=1)
                 rates.setdefault(name, []).append((relative[prompt] / relative[residents].median()).item())
                 optimizer.zero_grad()

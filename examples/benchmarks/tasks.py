@@ -1,6 +1,6 @@
 """The tasks of the benchmarks as tensors: scikit-learn's digits, orientation and location of sprites as in dSprites.
 
-And the measure of both, accuracy.
+And what a classifier makes of them.
 """
 
 from __future__ import annotations
@@ -75,14 +75,13 @@ def load(name: str, size: int = 56, train: int = 800, validation: int = 200, see
 
 
 @torch.no_grad()
-def accuracy(model: nn.Module, split: Split, batch_size: int = 128) -> float:
-    """Share of right answers of an image classifier in eval mode, 0 … 1."""
+def evaluate(model: nn.Module, split: Split, batch_size: int = 128) -> tuple[float, float]:
+    """Mean cross entropy and share of right answers, 0 … 1, of an image classifier in eval mode."""
     model.eval()
     device = next(model.parameters()).device
-    right = 0
-    for images, labels in zip(split.images.split(batch_size), split.labels.split(batch_size), strict=True):
-        right += int((model(pixel_values=images.to(device)).logits.argmax(dim=-1).cpu() == labels).sum())
-    return right / len(split)
+    logits = torch.cat([model(pixel_values=part.to(device)).logits.cpu() for part in split.images.split(batch_size)])
+    right = int((logits.argmax(dim=-1) == split.labels).sum())
+    return F.cross_entropy(logits, split.labels).item(), right / len(split)
 
 
 def _normalised(gray: torch.Tensor) -> torch.Tensor:

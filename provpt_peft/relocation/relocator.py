@@ -214,7 +214,9 @@ class Relocator:
         if sums is None:
             return []
         self.epoch += 1
-        move = move and self.epoch >= self.config.warmup_epochs
+        # Pruning for good, strategies (A) and (B) of Tab. 3, is done once.
+        done = self.config.adjust == "prune" and any(relocation.block == 0 for relocation in self.history)
+        move = move and self.epoch >= self.config.warmup_epochs and not done
         if not (move or self._pending):
             return []
         idleness, loss = self._scores(sums) if self.score_batches is None else self.measure(self.score_batches)
@@ -428,9 +430,7 @@ class Relocator:
         return relocation
 
     def _prune(self, idleness: Idleness, loss: float) -> list[Relocation]:
-        """Take the most idle prompts out, once and for good (strategies A and B of Tab. 3)."""
-        if any(relocation.block == 0 for relocation in self.history):
-            return []
+        """Take the most idle prompts out, for good."""
         ranking = self.ranking(idleness)
         blocks = self.tuner.prompt_blocks(self.adapter_name).tolist()
         pruned = ranking[: round(self.config.prune_share * len(ranking))]

@@ -129,6 +129,18 @@ def test_nothing_is_measured_where_neither_a_move_nor_a_reward_hangs_on_it():
     assert measured == [2, 3, 4]
 
 
+def test_pruning_for_good_measures_once():
+    model, optimizer, relocator = setup(config=RelocationConfig(adjust="prune", settle=0.0))
+    measured = []
+    relocator.score_batches = batches()
+    relocator.measure = lambda batches: measured.append(relocator.epoch) or Relocator.measure(relocator, batches)
+    for _ in range(3):
+        relocator.relocate()
+        train_epoch(model, optimizer, relocator)
+    relocator.finish()
+    assert measured == [1]
+
+
 def test_exact_is_the_change_of_the_loss_from_removal():
     config = RelocationConfig(idleness="exact", trigger="always", settle=0.0)
     model, optimizer, _ = setup()
