@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import create_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .backbones import BackboneFamily, resolve
-from .prompts import PromptBank, moments_of
+from .prompts import Observation, PromptBank, moments_of
 
 
 IMPLEMENTATION = "provpt"
@@ -92,29 +92,62 @@ class PromptedBlock:
         finally:
             self.attention.config = prompted_config
 
-    def prompts(self, images: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The block's prompts and their indices: vectors (1 or B, n, D), indices (n,). None if there are none."""
+    def keys_and_values(
+        self, images: int, key: torch.Tensor, observation: Observation | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """What the block's prompts add to the attention.
+
+        Without gradients and in eval mode keys and values are computed once and kept while nothing changes.
+
+        Args:
+            images: B.
+            key: The tokens' keys, (…, H, T, d).
+            observation: What the prompts are to be observed by, if they are.
+
+        Returns:
+            None if the block has no prompts, else their indices (n,), and keys and values in the dtype of the tokens',
+            each (1 or B, H, n, d).
+        """
         bank = self.bank
         adapter = bank.enabled_adapter
         if adapter is None:
             return None
         rows = bank.rows(adapter, self.number)
-        if len(rows) == 0:
+        if rows is None:
             return None
+        state = self._state(adapter, key) if bank.keeps() else None
+        kept = bank.kept.get((adapter, self.number)) if state is not None else None
+        if kept is not None and kept[0] == state:
+            return rows, *kept[1]
         prompts = bank.provpt_prompts[adapter][rows, : self.width].unsqueeze(0)  # (1, n, D)
         if bank.training and bank.dropout[adapter] > 0.0:
             prompts = F.dropout(prompts.expand(images, -1, -1), bank.dropout[adapter])
-        return prompts, rows
-
-    def project(self, prompts: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of prompts, each (1 or B, H, n, d), in the dtype of the tokens' `key` (…, H, T, d)."""
+        if observation is not None and observation.score == "taylor":
+            prompts = _ObserveVectors.apply(prompts.expand(images, -1, -1), observation.columns(rows))
         normed = self.norm(prompts.to(self.norm.weight.dtype))
         heads = (*normed.shape[:2], key.shape[1], key.shape[3])
         prompt_key, prompt_value = (
-            resolve(self.block, path)(normed).view(heads).transpose(1, 2).to(key.dtype)
-            for path in (self.family.key, self.family.value)
+            projection(normed).view(heads).transpose(1, 2).to(key.dtype) for projection in self._projections()
         )
-        return prompt_key, prompt_value
+        if state is not None:
+            bank.kept[adapter, self.number] = state, (prompt_key, prompt_value)
+        return rows, prompt_key, prompt_value
+
+    def _projections(self) -> tuple[nn.Module, nn.Module]:
+        """The key and the value projection, which may have been replaced since the block was made."""
+        return resolve(self.block, self.family.key), resolve(self.block, self.family.value)
+
+    def _state(self, adapter: str, key: torch.Tensor) -> tuple[Any, ...] | None:
+        """All that the prompts' keys and values depend on, as memory addresses and PyTorch's counts of changes.
+
+        None where these do not tell: for tensors of other libraries, sharded ones and those made in inference mode.
+        """
+        modules = (self.norm, *self._projections())
+        tensors = (self.bank.provpt_prompts[adapter], *(p for module in modules for p in module.parameters()))
+        if any(type(t) not in (nn.Parameter, torch.Tensor) or t.is_inference() for t in tensors):
+            return None
+        autocast = torch.is_autocast_enabled(key.device.type)
+        return key.dtype, key.device, autocast, *((t.data_ptr(), t._version) for t in tensors)
 
 
 def prompted_attention(
@@ -145,14 +178,11 @@ def prompted_attention(
     if observation is not None and block.number == block.bank.num_blocks and not torch.compiler.is_compiling():
         observation.count_batch()
     images = key.shape[0] if block.images is None else block.images
-    prompts_and_rows = block.prompts(images)
-    if prompts_and_rows is None:
+    appended = block.keys_and_values(images, key, observation)
+    if appended is None:
         return block.attend(query, key, value, attention_mask, **kwargs)
-    prompts, rows = prompts_and_rows
-
-    if observation is not None and observation.score == "taylor":
-        prompts = _ObserveVectors.apply(prompts.expand(images, -1, -1), observation.columns(rows))
-    prompt_key, prompt_value = (_for_each_window(x, key.shape[0]) for x in block.project(prompts, key))
+    rows, *keys_and_values = appended
+    prompt_key, prompt_value = (_for_each_window(x, key.shape[0]) for x in keys_and_values)
     if attention_mask is not None:
         if not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 4:
             attention_mask = _dense_mask(attention_mask, query, key)

@@ -14,6 +14,7 @@ import torch
 from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
+from torch._dynamo.decorators import mark_unbacked
 
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,9 @@ class PromptBank(nn.Module, BaseTunerLayer):
         self.dropout: dict[str, float] = {}
         # A tuple hides the module from `nn.Module`, which would make it a child of the bank.
         self._reference = (reference,)
-        self._rows: dict[str, list[torch.Tensor]] = {}
+        self._rows: dict[str, list[torch.Tensor | None]] = {}
+        # By adapter and block: the state of all that keys and values of the block's prompts depend on, and these.
+        self.kept: dict[tuple[str, int], tuple[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]]] = {}
         self.observation: Observation | None = None
         self.register_load_state_dict_post_hook(PromptBank._index_all)
 
@@ -104,20 +107,44 @@ class PromptBank(nn.Module, BaseTunerLayer):
         active: Any = self.active_adapters
         return active[0] if active and not self.disable_adapters else None
 
-    def rows(self, adapter_name: str, block: int) -> torch.Tensor:
-        """Indices of the prompts in a block (0 … L), int64, in ascending order."""
+    def rows(self, adapter_name: str, block: int) -> torch.Tensor | None:
+        """Indices of the prompts in a block (0 … L), int64 of shape (n,), in ascending order. None if it has none."""
         return self._rows[adapter_name][block]
+
+    def keeps(self) -> bool:
+        """Whether keys and values of this forward pass may be kept for the next ones.
+
+        A pass with gradients, after which a step of an optimizer is to be expected, drops those that were.
+        """
+        if torch.compiler.is_compiling():
+            return False
+        if torch.is_grad_enabled():
+            self.kept.clear()
+            return False
+        return not self.training
+
+    def train(self, mode: bool = True) -> PromptBank:
+        """Set training mode, and forget keys and values that were kept."""
+        self.kept.clear()
+        return super().train(mode)
 
     def _index(self, adapter_name: str) -> None:
         """Read an adapter's buffer into `rows`. Called after each change of the buffer, so that a forward pass neither
         synchronises with the device nor has a shape that depends on data."""
+        self.kept.clear()
         buffer = self.provpt_prompt_blocks[adapter_name]
         if buffer.device.type == "meta":
             return
         by_block: list[list[int]] = [[] for _ in range(self.num_blocks + 1)]
         for prompt, block in enumerate(buffer.tolist()):
             by_block[block].append(prompt)
-        self._rows[adapter_name] = [torch.tensor(rows, dtype=torch.int64, device=buffer.device) for rows in by_block]
+        self._rows[adapter_name] = [
+            torch.tensor(rows, dtype=torch.int64, device=buffer.device) if rows else None for rows in by_block
+        ]
+        # One compiled graph for any number of prompts but 0.
+        for rows in self._rows[adapter_name]:
+            if rows is not None:
+                mark_unbacked(rows, 0, min=1)
 
     def _index_all(self, *args: object) -> None:
         for adapter_name in self.provpt_prompt_blocks:

@@ -309,7 +309,8 @@ class Session:
             assert blocks.dtype == torch.int64
             assert 0 <= blocks.min() <= blocks.max() <= NUM_BLOCKS
             for block in range(NUM_BLOCKS + 1):
-                assert torch.equal(bank.rows(name, block), (blocks == block).nonzero()[:, 0])
+                rows = bank.rows(name, block)
+                assert ([] if rows is None else rows.tolist()) == (blocks == block).nonzero()[:, 0].tolist()
             distribution = [int((blocks == block).sum()) for block in range(1, NUM_BLOCKS + 1)]
             assert self.tuner.prompt_distribution(name) == distribution
 
