@@ -28,7 +28,7 @@ IMPLEMENTATION = "provpt"
 
 # Removing a key of weight a moves the output by a / (1 - a) times its distance to the key's value. The factor has no
 # bound, though the change has: weights above this count as this.
-MOST_WEIGHT = 0.99
+MOST_WEIGHT = 0.7
 
 
 class PromptedBlock:

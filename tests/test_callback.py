@@ -150,7 +150,7 @@ def test_best_model_is_loaded_with_its_distribution(tmp_path):
 
     watch = Watch()
     model = tiny.prompted(tiny.make("vit"))
-    callback = RelocationTrainerCallback()
+    callback = RelocationTrainerCallback(RelocationConfig(settle=0.0, trigger="always"))
     args = TrainingArguments(
         str(tmp_path), num_train_epochs=4, per_device_train_batch_size=4, learning_rate=1e-2, eval_strategy="epoch",
         save_strategy="epoch", load_best_model_at_end=True, metric_for_best_model="loss", report_to="none",

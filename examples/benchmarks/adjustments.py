@@ -191,13 +191,17 @@ def report(path: Path, pictures: Path) -> None:
             cells.append(f"{means.min():+.{digits}f} … {means.max():+.{digits}f}")
         print(f"| {' | '.join(map(str, group))} | {' | '.join(cells)} |")
 
-    print("\n| task | eps | epoch | variance explained by the block: paper | counterfactual |")
-    print("| --- | --- | --- | --- | --- |")
+    print(
+        "\n| task | eps | epoch | adjustment | variance explained by the block: paper | counterfactual | loss, tuned |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- |")
     for (task, eps, epoch, adjustment), found in groups.items():
-        if adjustment == "move" and len(found) >= 2:
-            components = [variance_components(rewards_of(found, reward)) for reward in ("paper", "counterfactual")]
-            shares = [block / (block + rest) for block, rest in components]
-            print(f"| {task} | {eps} | {epoch} | {shares[0]:.2f} | {shares[1]:.2f} |")
+        if len(found) >= 2:
+            values = [rewards_of(found, reward) for reward in ("paper", "counterfactual")]
+            values.append(by_repeat_and_block(found, "tuned", "loss"))
+            shares = [block / (block + rest) for block, rest in map(variance_components, values)]
+            cells = " | ".join(f"{share:.2f}" for share in shares)
+            print(f"| {task} | {eps} | {epoch} | {adjustment} | {cells} |")
 
     print("\n| task | eps | epoch | similarity, lowest of blocks: pruned | allocated | tuned | tuned, no move |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
@@ -213,9 +217,14 @@ def report(path: Path, pictures: Path) -> None:
         draw([r for r in lines if (r["task"], r["eps"]) == (task, eps)], pictures / f"adjustments_{task}_{eps:g}.png")
 
 
+def by_repeat_and_block(lines: list[dict[str, Any]], when: str, name: str) -> torch.Tensor:
+    """Differences of the repeats of a cell, (repeats, L)."""
+    return torch.tensor([[block[when][name] for block in line["by_block"]] for line in lines])
+
+
 def by_block(lines: list[dict[str, Any]], when: str, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean and standard error over repeats for each block, (L,)."""
-    values = torch.tensor([[block[when][name] for block in line["by_block"]] for line in lines])
+    values = by_repeat_and_block(lines, when, name)
     return values.mean(dim=0), values.std(dim=0) / math.sqrt(len(values))
 
 
