@@ -76,3 +76,25 @@ def test_padded_sizes_of_swin(size):
     oracle = run(plain, tiny.images(size=size), oracle_prompts)
     undo()
     assert_same(ours, oracle)
+
+
+def test_dropout_is_that_of_prepended_tokens_and_stores_only_what_is_kept():
+    base = tiny.make("vit")
+    plain = copy.deepcopy(base)
+    plain.requires_grad_(False)
+    model = tiny.prompted(base, num_prompts=7, prompt_dropout=0.5).train()
+    tuner = model.base_model
+    oracle_prompts = tuner.prompts().detach().clone().requires_grad_()
+    prepend_prompts(tiny.blocks(plain.train()), oracle_prompts, tuner.prompt_blocks(), dropout=0.5)
+    inputs = tiny.images(5)
+    saved = []
+    # Both draw the mask of one block after the other, one number for each entry of each image's prompts.
+    torch.manual_seed(3)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor
+    ):
+        ours = run(model, inputs, tuner.prompts())
+    torch.manual_seed(3)
+    assert_same(ours, run(plain, inputs, oracle_prompts))
+    of_each_image = [tensor for tensor in saved if tensor.shape == (5, 7, 32)]
+    assert {tensor.dtype for tensor in of_each_image} <= {torch.bool}

@@ -40,7 +40,7 @@ class Idleness:
         if self.exact.any():
             candidates &= self.exact
         order = self.score.argsort(descending=True, stable=True)
-        return [prompt for prompt in order.tolist() if candidates[prompt]]
+        return order[candidates[order]].tolist()
 
     def stands_out(self, prompt: int, significance: float, elsewhere: float = 0.0) -> bool:
         """Whether a prompt's score is above 0 by more than `significance` of its standard errors.
