@@ -71,6 +71,10 @@ class DataArguments:
     validation_share: float = field(
         default=0.2, metadata={"help": "Share of the training images to validate on, where there is no such split."}
     )
+    keep_images: bool = field(
+        default=True,
+        metadata={"help": "Keep resized images in memory, 150 kB each at 224 px. False: resize them in each epoch."},
+    )
     max_train_samples: int | None = field(default=None, metadata={"help": "Train on so many images only."})
     max_test_samples: int | None = field(default=None, metadata={"help": "Test on so many images only."})
 
@@ -144,11 +148,44 @@ def limit(splits: datasets.DatasetDict, args: DataArguments, seed: int) -> datas
     return splits
 
 
-def collate(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    return {
-        "pixel_values": torch.stack([example["pixel_values"] for example in examples]),
-        "labels": torch.tensor([example["label"] for example in examples]),
-    }
+class ResizedImages(torch.utils.data.Dataset):
+    """A split whose images are decoded and resized when they are asked for, and kept as 8-bit pixels.
+
+    Args:
+        split: Columns `image` and `label`.
+        processor: The checkpoint's image processor.
+        size: Height and width in pixels, or None for the processor's own.
+        keep: Whether to keep them.
+    """
+
+    def __init__(self, split: datasets.Dataset, processor: Any, size: int | None, keep: bool) -> None:
+        self.split = split
+        self.processor = processor
+        self.size = {} if size is None else {"size": {"height": size, "width": size}}
+        self.keep = keep
+        self.kept: dict[int, dict[str, Any]] = {}
+
+    def __len__(self) -> int:
+        return len(self.split)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index in self.kept:
+            return self.kept[index]
+        row = self.split[index]
+        resized = self.processor(row["image"].convert("RGB"), do_rescale=False, do_normalize=False, **self.size)
+        item = {"pixels": np.asarray(resized["pixel_values"][0]), "label": row["label"]}
+        if self.keep:
+            self.kept[index] = item
+        return item
+
+    def collate(self, items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        """Rescale and normalise a batch."""
+        pixels = [item["pixels"] for item in items]
+        processed = self.processor(pixels, do_resize=False, do_center_crop=False, return_tensors="pt")
+        return {
+            "pixel_values": processed["pixel_values"],
+            "labels": torch.tensor([item["label"] for item in items]),
+        }
 
 
 def make_model(args: MethodArguments, labels: list[str]) -> PreTrainedModel:
@@ -187,15 +224,13 @@ def make_optimizer(
     return torch.optim.AdamW([g for g in groups if g["params"]], weight_decay=training.weight_decay)
 
 
-def check_reload(
-    loaded: PeftModel, folder: Path, trainer: Trainer, test: datasets.Dataset, logits: np.ndarray
-) -> None:
+def check_reload(loaded: PeftModel, folder: Path, trainer: Trainer, test: ResizedImages, logits: np.ndarray) -> None:
     """Compare the predictions of an adapter that was loaded again with those of the model it was saved from.
 
     Raises:
         RuntimeError: If they differ.
     """
-    again = Trainer(loaded, trainer.args, data_collator=collate, eval_dataset=test).predict(test).predictions
+    again = Trainer(loaded, trainer.args, data_collator=test.collate, eval_dataset=test).predict(test).predictions
     if not np.array_equal(again, logits):
         raise RuntimeError(f"The adapter in {folder} gives other predictions than the model it was saved from.")
     print(f"The adapter in {folder}, loaded into a fresh model, gives the same predictions.")
@@ -246,24 +281,22 @@ def run(
     model = prepare(method, make_model(args, labels), args)
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     processor = AutoImageProcessor.from_pretrained(args.model_name_or_path)
-    size = {} if data.image_size is None else {"size": {"height": data.image_size, "width": data.image_size}}
     metric = evaluate.load(str(HERE / "metrics" / "accuracy.py"))
-
-    def transform(batch: dict[str, list]) -> dict[str, Any]:
-        pictures = [picture.convert("RGB") for picture in batch["image"]]
-        return {"pixel_values": processor(pictures, return_tensors="pt", **size)["pixel_values"], **batch}
 
     def accuracy(prediction: Any) -> dict[str, float]:
         return metric.compute(predictions=prediction.predictions.argmax(axis=-1), references=prediction.label_ids)
 
-    splits = splits.with_transform(transform)
+    train, validation, test = (
+        ResizedImages(splits[name], processor, data.image_size, data.keep_images)
+        for name in ("train", "validation", "test")
+    )
     callback = RelocationTrainerCallback(RelocationConfig.preset(args.preset, seed=training.seed))
     trainer = Trainer(
         model,
         training,
-        data_collator=collate,
-        train_dataset=splits["train"],
-        eval_dataset=splits["validation"],
+        data_collator=train.collate,
+        train_dataset=train,
+        eval_dataset=validation,
         compute_metrics=accuracy,
         callbacks=[callback] if method == "pro-vpt" else [],
         optimizers=(make_optimizer(model, args, training), None),
@@ -271,13 +304,13 @@ def run(
     start = time.perf_counter()
     trainer.train()
     seconds = time.perf_counter() - start
-    result = trainer.predict(splits["test"], metric_key_prefix="test")
+    result = trainer.predict(test, metric_key_prefix="test")
 
     folder = Path(training.output_dir) / method
     model.save_pretrained(folder)
     if method != "linear":
         loaded = PeftModel.from_pretrained(make_model(args, labels), folder)
-        check_reload(loaded, folder, trainer, splits["test"], result.predictions)
+        check_reload(loaded, folder, trainer, test, result.predictions)
     if method == "pro-vpt":
         first = [args.num_prompts] * model.base_model.num_blocks
         table = distributions(first, callback.history, round(trainer.state.epoch))

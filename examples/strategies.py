@@ -14,7 +14,6 @@ import argparse
 import statistics
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,12 @@ import torch
 from peft import PeftModel, get_peft_model
 from tqdm.auto import tqdm
 
-from provpt_peft import ProVPTConfig, RelocationConfig, Relocator
+from provpt_peft import ProVPTConfig, RelocationConfig
 
 
 sys.path.append(str(Path(__file__).resolve().parent / "benchmarks"))
 import tasks
-from common import append_lines, make_base, make_optimizer, read_lines, train_epoch
+from common import append_lines, fit, make_base, make_optimizer, make_relocator, mean_and_spread, read_lines
 
 
 # Runs by name: settings of `RelocationConfig`, or None where nothing is relocated. Percentages are those of (A), (B).
@@ -122,25 +121,10 @@ def run(name: str, task_name: str, seed: int, args: argparse.Namespace) -> dict[
     config = STRATEGIES[name]
     relocator = None
     if config is not None:
-        config = replace(config, seed=seed)
         source = task.validation if name == "score on held-out images" else task.train
-        part = source[config.choose_score_images(len(source))]
-        batch = {"pixel_values": part.images, "labels": part.labels}
-        relocator = Relocator(model, config, optimizer, score_batches=[batch])
+        relocator = make_relocator(config, model, optimizer, source, seed)
     start = time.perf_counter()
-    for epoch in range(args.epochs):
-        if relocator is not None:
-            relocator.relocate(progress=epoch / args.epochs)
-        loss = train_epoch(
-            model,
-            optimizer,
-            task.train.images,
-            task.train.labels,
-            seed=1000 * seed + epoch,
-            after_backward=relocator.record_step if relocator is not None else lambda loss: None,
-        )
-    if relocator is not None:
-        relocator.finish()
+    loss = fit(model, optimizer, task.train, args.epochs, seed, relocator)
     history = relocator.history if relocator is not None else []
     head = sum(p.numel() for n, p in model.named_parameters() if p.requires_grad and "provpt_" not in n)
     tuner = model.base_model
@@ -222,11 +206,6 @@ def report(lines: list[dict[str, Any]]) -> None:
         moves = statistics.mean(line["moves"] for line, _ in pairs)
         title = name if name == "default" else f"default, {name}"
         print(f"| {title} | {' | '.join(cells)} | {moves:.1f} | {len(pairs)} |")
-
-
-def mean_and_spread(values: list[float]) -> str:
-    spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.2f}{spread}"
 
 
 def main() -> None:

@@ -1,8 +1,10 @@
 """The statistics of the benchmarks, by hand."""
 
 import pytest
+import tasks
 import torch
 from adjustments import variance_components
+from scipy import ndimage
 
 
 def test_variance_components():
@@ -13,3 +15,39 @@ def test_variance_components():
     # Effects -1, 0, 1 and residuals ±0.5 in two of the blocks: MS_block = 2 * 2 / 2, MS_rest = 4 * 0.25 / 2.
     block, rest = variance_components(torch.tensor([[-1.5, 0.5, 1], [-0.5, -0.5, 1]]))
     assert (block, rest) == (pytest.approx((2 - 0.5) / 2), pytest.approx(0.5))
+
+
+@pytest.mark.parametrize("name", ["digits", "location", "orientation", "count", "distance"])
+def test_tasks_are_the_same_for_the_same_seed(name):
+    one, again, other = (tasks.load(name, 28, train=40, validation=10, seed=seed) for seed in (0, 0, 1))
+    assert tasks.data_hash(one) == tasks.data_hash(again) != tasks.data_hash(other)
+    assert (len(one.train), len(one.validation)) == (40, 10)
+    assert len(one.test) == 1000
+    labels = torch.cat([one.train.labels, one.validation.labels, one.test.labels])
+    assert labels.unique().tolist() == list(range(one.num_labels))
+
+
+def test_the_count_task_shows_as_many_shapes_as_its_label_says():
+    split = tasks.load("count", 112, train=40, validation=10).train
+    pictures = split.images * tasks.STD + tasks.MEAN
+    for picture, label in zip(pictures, split.labels.tolist(), strict=True):
+        ground = picture[:, 0, 0][:, None, None]  # no shape reaches the corner
+        _, number = ndimage.label(((picture - ground).abs().amax(dim=0) > 0.1).numpy())
+        assert number == label + 3
+
+
+def test_nearer_objects_stand_lower_in_the_distance_task():
+    split = tasks.load("distance", 112, train=300, validation=10).train
+    pictures = split.images * tasks.STD + tasks.MEAN
+    ground = pictures[:, :, -1, 0][:, :, None, None]  # nothing stands in the corner
+    rows = ((pictures - ground).abs().amax(dim=1) > 0.02).any(dim=2)  # (B, size)
+    lowest = (rows * torch.arange(rows.shape[1])).amax(dim=1).double()
+    means = torch.stack([lowest[split.labels == label].mean() for label in range(6)])
+    assert (means.diff() < 0).all()
+    # An object at a distance of 2.5 heights stands at 0.3 + 1.3 / 2.5 of the side, a triangle's corner not quite.
+    assert 0.85 * (0.3 + 1.3 / 2.5) < means[0] / 112 < 1.05 * (0.3 + 1.3 / 2.5)
+
+
+def test_an_unknown_task_is_refused():
+    with pytest.raises(ValueError, match=r"must be one of digits, stamps, textile, .*got 'cats'"):
+        tasks.load("cats")

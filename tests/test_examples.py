@@ -77,11 +77,27 @@ def test_help_explains_itself():
     assert "Prompts in each block at the start" in " ".join(output.split())
 
 
-def test_train_step_benchmark():
-    output = run("benchmarks/train_step.py", "--shape", "tiny", "--image_size", 32, "--num_prompts", 2, "--rounds", 1)
-    for contender in ("frozen backbone", "appended", "scored in each step", "prepended", "relocation"):
-        assert f"\n{contender:24}" in output
-    assert "An epoch of 1000 images with a relocation is" in output
+def test_cost_benchmark(tmp_path):
+    arguments = (
+        "benchmarks/cost.py", "--shapes", "vit-tiny", "--image_size", 32, "--num_prompts", 2, "--rounds", 1,
+        "--device", "cpu", "--output", tmp_path / "cost.jsonl", "--pictures", tmp_path,
+    )  # fmt: skip
+    output = run(*arguments)
+    lines = {r["contender"]: r for r in map(json.loads, (tmp_path / "cost.jsonl").read_text().splitlines())}
+    assert all(f"\n| {contender} |" in output for contender in lines)
+    assert (tmp_path / "cost_vit-tiny_cpu.png").exists()
+    # Head 192 * 100 + 100; 12 blocks * 2 prompts of 192; in each of 12 blocks 2 * 2 LoRA matrices of 192 * 8.
+    trainable = {contender: line["trainable_parameters"] for contender, line in lines.items()}
+    assert trainable["frozen backbone"] == 19_300
+    assert trainable["prepended tokens"] == trainable["PRO-VPT, default preset"] == 19_300 + 4_608
+    assert trainable["LoRA, r = 8"] == 19_300 + 73_728
+    # Weights of 4 bytes, and the gradients of all of them at once.
+    full = lines["full fine-tuning"]
+    assert full["peak_memory_bytes"] > 2 * 4 * full["trainable_parameters"]
+    assert full["file_bytes"] > 4 * full["trainable_parameters"]
+    # What is finished is not run again.
+    run(*arguments)
+    assert len((tmp_path / "cost.jsonl").read_text().splitlines()) == len(lines) == 8
 
 
 def test_strategies_of_table_3(tmp_path, checkpoint):
@@ -103,6 +119,32 @@ def test_strategies_of_table_3(tmp_path, checkpoint):
     assert (totals["VPT baseline"], totals["A50"], totals["adding"], totals["default"]) == (8, 4, 8, 8)
     assert f"(A) Pruning {best[1:]} %" in output
     # Nothing is run twice.
+    run(*arguments)
+    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == len(lines)
+
+
+def test_offline_suite(tmp_path, checkpoint):
+    arguments = (
+        "vtab/offline.py", "--model_name_or_path", checkpoint, "--tasks", "digits", "--seeds", 0, 1, "--epochs", 2,
+        "--train_images", 32, "--image_size", 32, "--num_prompts", 2, "--output", tmp_path / "results.jsonl",
+        "--methods", "linear", "lora", "vpt-deep", "pro-vpt-paper", "pro-vpt-default", "full",
+    )  # fmt: skip
+    output = run(*arguments)
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    # Two learning rates on the first seed, the better one by validation on the second.
+    assert [line["seed"] for line in lines] == [0] * 12 + [1] * 6
+    for method in ("linear", "pro-vpt-default"):
+        first, second, chosen = (line for line in lines if line["method"] == method)
+        best = second if second["validation_accuracy"] > first["validation_accuracy"] else first
+        assert chosen["learning_rate"] == best["learning_rate"]
+        # The table shows the mean of the chosen rate's runs.
+        mean = (best["test_accuracy"] + chosen["test_accuracy"]) / 2
+        assert f"| {method} | {mean:.2f} ± " in output
+    # A head of 32 * 10 + 10; 8 prompts of 32; LoRA's 2 * 2 matrices of 32 * 8 in each of 4 blocks.
+    trained = {line["method"]: line["trainable_parameters"] for line in lines}
+    assert (trained["linear"], trained["vpt-deep"], trained["lora"]) == (330, 330 + 256, 330 + 4096)
+    assert trained["pro-vpt-default"] == trained["pro-vpt-paper"] == trained["vpt-deep"]
+    assert len({line["data_hash"] for line in lines}) == 2  # one for each seed
     run(*arguments)
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) == len(lines)
 

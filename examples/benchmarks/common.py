@@ -1,15 +1,18 @@
-"""What the benchmarks share: a prompted DINOv2-S, an epoch of its training, exact idleness, files of results."""
+"""What the benchmarks share: a prompted DINOv2-S, its training, exact idleness, files of results."""
 
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model
+from tasks import Split
 from transformers import AutoModelForImageClassification, PreTrainedModel
 
 from provpt_peft import ProVPTConfig, RelocationConfig, Relocator
@@ -45,15 +48,16 @@ def make_optimizer(model: PeftModel) -> torch.optim.Optimizer:
 
 
 def train_epoch(
-    model: PeftModel,
+    model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     images: torch.Tensor,
     labels: torch.Tensor,
     seed: int,
     after_backward: Callable[[torch.Tensor], None] = lambda loss: None,
     batch_size: int = 32,
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
 ) -> float:
-    """One epoch in train mode, shuffled by `seed`. Returns the mean loss."""
+    """One epoch in train mode, shuffled by `seed`. Returns the mean loss. A scheduler steps with the optimizer."""
     model.train()
     losses = []
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
@@ -63,8 +67,47 @@ def train_epoch(
         after_backward(loss)
         optimizer.step()
         optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
         losses.append(loss.item())
     return sum(losses) / len(losses)
+
+
+def make_relocator(
+    config: RelocationConfig, model: PeftModel, optimizer: torch.optim.Optimizer, source: Split, seed: int
+) -> Relocator:
+    """A relocator that scores on images of a split, which the seed chooses."""
+    config = replace(config, seed=seed)
+    part = source[config.choose_score_images(len(source))]
+    batches = [{"pixel_values": part.images, "labels": part.labels}]
+    return Relocator(model, config, optimizer, batches if config.score_images else None)
+
+
+def fit(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    train: Split,
+    epochs: int,
+    seed: int,
+    relocator: Relocator | None = None,
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+) -> float:
+    """Train, with relocations between the epochs if there is a relocator. Returns the last epoch's mean loss."""
+    for epoch in range(epochs):
+        if relocator is not None:
+            relocator.relocate(progress=epoch / epochs)
+        loss = train_epoch(
+            model,
+            optimizer,
+            train.images,
+            train.labels,
+            seed=1000 * seed + epoch,
+            after_backward=relocator.record_step if relocator is not None else lambda loss: None,
+            scheduler=scheduler,
+        )
+    if relocator is not None:
+        relocator.finish()
+    return loss
 
 
 def exact_idleness(model: PeftModel, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -72,6 +115,12 @@ def exact_idleness(model: PeftModel, images: torch.Tensor, labels: torch.Tensor)
     batches = [{"pixel_values": images, "labels": labels}]
     relocator = Relocator(model, RelocationConfig(idleness="exact"), score_batches=batches)
     return relocator.measure(batches)[0].score
+
+
+def mean_and_spread(values: list[float]) -> str:
+    """Mean and standard deviation, as text."""
+    spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.2f}{spread}"
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -1,0 +1,349 @@
+"""What prompts cost: time and memory of a training step, latency, file size, trainable parameters.
+
+    python examples/benchmarks/cost.py                                   # measures what is missing, prints and draws
+    python examples/benchmarks/cost.py --report                          # only prints and draws
+    python examples/benchmarks/cost.py --shapes swin-tiny --num_prompts 10 100
+
+The contenders of a cell (a shape and a number of prompts a block) take turns in one run, in train mode with the
+default prompt dropout. Medians are stored, a line for each contender, so a run that was stopped goes on where it was.
+Absolute times depend on the machine: the figures to compare are the ratios to the floor and to prepended tokens.
+
+The floor is a frozen backbone with a trainable head and a gradient through all blocks. A step with relocation has its
+share of one relocation every `--epoch_images` images. Peak memory is weights, optimizer states and what a step
+allocates on top; on CUDA what the allocator has reserved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import safetensors.torch
+import torch
+from common import append_lines, read_lines
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from prepended import prepend_prompts, prepend_prompts_in_windows
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from tqdm.auto import tqdm
+from transformers import SwinConfig, SwinForImageClassification, ViTConfig, ViTForImageClassification
+
+from provpt_peft import ProVPTConfig, RelocationConfig, Relocator
+
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+
+# Width, blocks, heads of ViT shapes; Swin-T is the default of transformers.
+VIT_SHAPES = {"vit-tiny": (192, 12, 3), "vit-small": (384, 12, 6), "vit-base": (768, 12, 12)}
+SHAPES = (*VIT_SHAPES, "swin-tiny")
+FLOOR, PREPENDED = "frozen backbone", "prepended tokens"
+OURS, DEFAULT, PAPER, TWO_PASSES = (
+    "PRO-VPT, not relocated",
+    "PRO-VPT, default preset",
+    "PRO-VPT, paper preset",
+    "PRO-VPT, scored in passes of their own",
+)
+LORA, FULL = "LoRA, r = 8", "full fine-tuning"
+OURS_COMPILED, PREPENDED_COMPILED = "PRO-VPT, not relocated, compiled", "prepended tokens, compiled"
+# Okabe and Ito's colours, told apart by colour-blind readers too.
+COLOURS = {
+    FLOOR: "#000000",
+    PREPENDED: "#D55E00",
+    OURS: "#56B4E9",
+    DEFAULT: "#0072B2",
+    PAPER: "#009E73",
+    LORA: "#CC79A7",
+}
+
+
+def make_base(shape: str, image_size: int) -> nn.Module:
+    """A classifier with random weights; what it computes costs the same as with trained ones."""
+    torch.manual_seed(0)
+    if shape == "swin-tiny":
+        return SwinForImageClassification(SwinConfig(image_size=image_size, num_labels=100))
+    width, blocks, heads = VIT_SHAPES[shape]
+    settings = dict(hidden_size=width, num_hidden_layers=blocks, num_attention_heads=heads, image_size=image_size)
+    return ViTForImageClassification(ViTConfig(**settings, intermediate_size=4 * width, num_labels=100))
+
+
+class Contender:
+    """A model and its training step.
+
+    Args:
+        model: The model.
+        batch: `pixel_values` and `labels` of a step.
+        device: Where to run.
+        relocator: Records each step, if given.
+        passes: Forward and backward passes a step. The second one of two is to score with, as in the reference code.
+        forward: What to call in place of the model, e.g. the model compiled.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: dict[str, torch.Tensor],
+        device: torch.device,
+        relocator: Relocator | None = None,
+        passes: int = 1,
+        forward: Callable | None = None,
+    ) -> None:
+        self.model = model.train()
+        self.batch = batch
+        self.device = device
+        self.relocator = relocator
+        self.passes = passes
+        self.forward = forward or model
+        self.trainable = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.SGD(self.trainable, lr=1e-3, momentum=0.9)
+
+    def step(self) -> None:
+        for _ in range(self.passes):
+            self.optimizer.zero_grad()
+            loss = self.forward(**self.batch).loss
+            loss.backward()
+        if self.relocator is not None:
+            self.relocator.record_step(loss.detach())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def relocate(self) -> None:
+        assert self.relocator is not None
+        self.relocator.relocate()
+
+    @torch.no_grad()
+    def infer(self) -> None:
+        self.forward(pixel_values=self.batch["pixel_values"][:1])
+
+    def peak_memory(self) -> int:
+        """Bytes of weights, optimizer states and, at its peak, of what a step allocates."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            self.step()
+            return torch.cuda.max_memory_reserved()
+        states = [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+        kept = sum(t.nbytes for t in (*self.model.parameters(), *self.model.buffers(), *states))
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            self.step()
+        events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+        running = peak = 0
+        for event in sorted(events, key=lambda event: event.start_ns()):
+            running += event.nbytes()
+            peak = max(peak, running)
+        return kept + peak
+
+    def file_bytes(self) -> int:
+        """Size of the file that holds what was trained."""
+        if isinstance(self.model, PeftModel):
+            tensors = get_peft_model_state_dict(self.model)
+        else:
+            tensors = {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
+        return len(safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()}))
+
+
+def prompted(shape: str, num_prompts: int, args: argparse.Namespace) -> PeftModel:
+    config = ProVPTConfig(num_prompts=num_prompts, modules_to_save=["classifier"])
+    return get_peft_model(make_base(shape, args.image_size), config).to(args.device)
+
+
+def with_prepended_tokens(shape: str, num_prompts: int, args: argparse.Namespace) -> nn.Module:
+    """Swin's are without dropout."""
+    base = make_base(shape, args.image_size)
+    base.base_model.requires_grad_(False)
+    layout = get_peft_model(make_base(shape, args.image_size), ProVPTConfig(num_prompts=num_prompts)).base_model
+    blocks = [m for m in base.modules() if type(m).__name__ in ("ViTLayer", "SwinLayer")]
+    base.prompts = nn.Parameter(layout.prompts().detach().clone())
+    base.to(args.device)
+    prompt_blocks = layout.prompt_blocks().to(args.device)
+    if shape == "swin-tiny":
+        prepend_prompts_in_windows(blocks, base.prompts, prompt_blocks)
+    else:
+        prepend_prompts(blocks, base.prompts, prompt_blocks, dropout=ProVPTConfig().prompt_dropout)
+    return base
+
+
+def contenders(shape: str, num_prompts: int, args: argparse.Namespace) -> dict[str, Contender]:
+    """All contenders of a cell by name."""
+    device = torch.device(args.device)
+    size = (3, args.image_size, args.image_size)
+
+    def make_batch(count: int) -> dict[str, torch.Tensor]:
+        return {
+            "pixel_values": torch.randn(count, *size, device=device),
+            "labels": torch.randint(0, 100, (count,), device=device),
+        }
+
+    batch = make_batch(args.batch_size)
+    floor = make_base(shape, args.image_size).to(device)
+    floor.base_model.requires_grad_(False)
+    floor.enable_input_require_grads()
+
+    found = {
+        FLOOR: Contender(floor, batch, device),
+        PREPENDED: Contender(with_prepended_tokens(shape, num_prompts, args), batch, device),
+        OURS: Contender(prompted(shape, num_prompts, args), batch, device),
+        TWO_PASSES: Contender(prompted(shape, num_prompts, args), batch, device, passes=2),
+    }
+    # `trigger` and `settle`: a prompt moves in each relocation, the costliest case.
+    for name, preset in ((DEFAULT, "default"), (PAPER, "paper")):
+        model = prompted(shape, num_prompts, args)
+        config = RelocationConfig.preset(preset, trigger="always", settle=0.0)
+        score_batches = [make_batch(config.score_images)] if config.score_images else None
+        found[name] = Contender(model, batch, device, Relocator(model, config, score_batches=score_batches))
+    lora = LoraConfig(r=8, target_modules=["q_proj", "v_proj"], modules_to_save=["classifier"])
+    found[LORA] = Contender(get_peft_model(make_base(shape, args.image_size), lora).to(device), batch, device)
+    found[FULL] = Contender(make_base(shape, args.image_size).to(device), batch, device)
+    if args.compile:
+        ours, oracle = prompted(shape, num_prompts, args), with_prepended_tokens(shape, num_prompts, args)
+        found[OURS_COMPILED] = Contender(ours, batch, device, forward=torch.compile(ours))
+        found[PREPENDED_COMPILED] = Contender(oracle, batch, device, forward=torch.compile(oracle))
+    return found
+
+
+def seconds_of(function: Callable[[], None], device: torch.device) -> float:
+    start = time.perf_counter()
+    function()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def measure(shape: str, num_prompts: int, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The lines of a cell."""
+    device = torch.device(args.device)
+    found = contenders(shape, num_prompts, args)
+    relocated = {name: contender for name, contender in found.items() if contender.relocator is not None}
+    peaks = {}
+    for name, contender in found.items():
+        contender.step()  # warm-up: optimizer states exist from here on
+        if "compiled" not in name:
+            peaks[name] = contender.peak_memory()
+    steps: dict[str, list[float]] = {name: [] for name in found}
+    relocations: dict[str, list[float]] = {name: [] for name in relocated}
+    latencies: dict[str, list[float]] = {name: [] for name in found}
+    for _ in tqdm(range(args.rounds), desc=f"{shape}, {num_prompts} prompts a block: steps"):
+        for name, contender in found.items():
+            steps[name].append(seconds_of(contender.step, device))
+        for name, contender in relocated.items():
+            relocations[name].append(seconds_of(contender.relocate, device))
+    for contender in found.values():
+        contender.model.eval()
+        contender.infer()  # warm-up
+    for _ in tqdm(range(10 * args.rounds), desc=f"{shape}, {num_prompts} prompts a block: latency"):
+        for name, contender in found.items():
+            latencies[name].append(seconds_of(contender.infer, device))
+
+    for name, contender in found.items():
+        seconds = statistics.median(steps[name])
+        relocation = statistics.median(relocations[name]) if name in relocated else 0.0
+        seconds += relocation * args.batch_size / args.epoch_images
+        yield cell_of(shape, num_prompts, args) | {
+            "contender": name,
+            "step_seconds": seconds,
+            "relocation_seconds": relocation,
+            "images_per_second": args.batch_size / seconds,
+            "peak_memory_bytes": peaks.get(name),
+            "latency_seconds": statistics.median(latencies[name]),
+            "file_bytes": contender.file_bytes(),
+            "trainable_parameters": sum(p.numel() for p in contender.trainable),
+            "rounds": args.rounds,
+            "date": str(date.today()),
+            "torch": torch.__version__,
+        }
+
+
+def cell_of(shape: str, num_prompts: int, args: argparse.Namespace) -> dict[str, Any]:
+    """What the lines of a cell have in common."""
+    names = ("image_size", "batch_size", "threads", "device", "epoch_images")
+    return {"shape": shape, "num_prompts": num_prompts} | {name: getattr(args, name) for name in names}
+
+
+def report(path: Path, pictures: Path) -> None:
+    """Print a table for each cell and draw a picture for each shape."""
+    lines = read_lines(path)
+    shapes: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for line in lines:
+        group = tuple(line[name] for name in ("shape", "image_size", "batch_size", "threads", "device"))
+        shapes.setdefault(group, []).append(line)
+    for (shape, size, batch, threads, device), of_shape in shapes.items():
+        for number in sorted({line["num_prompts"] for line in of_shape}):
+            cell = {line["contender"]: line for line in of_shape if line["num_prompts"] == number}
+            floor, oracle = cell[FLOOR], cell[PREPENDED]
+            print(
+                f"\n{shape}, {size} px, batch {batch}, {number} prompts a block, {device}, {threads} threads, median "
+                f"of {floor['rounds']} ({floor['date']})\n\n| | ms a step | / floor | / prepended | images / s | peak "
+                "MB | / floor | / prepended | latency ms | / floor | file kB | trainable |\n|" + " --- |" * 12
+            )
+            for name, line in cell.items():
+                figures = [f"{1000 * line['step_seconds']:.0f}"]
+                figures += [f"{line['step_seconds'] / other['step_seconds']:.2f}" for other in (floor, oracle)]
+                figures.append(f"{line['images_per_second']:.1f}")
+                peak = line["peak_memory_bytes"]
+                figures.append("" if peak is None else f"{peak / 1e6:.0f}")
+                figures += ["" if peak is None else f"{peak / o['peak_memory_bytes']:.2f}" for o in (floor, oracle)]
+                latency = line["latency_seconds"]
+                figures += [f"{1000 * latency:.1f}", f"{latency / floor['latency_seconds']:.2f}"]
+                figures += [f"{line['file_bytes'] / 1e3:.0f}", f"{line['trainable_parameters']:,}"]
+                print(f"| {name} | {' | '.join(figures)} |")
+        draw(of_shape, f"{shape}, {size} px, batch {batch}, {device}", pictures / f"cost_{shape}_{device}.png")
+
+
+def draw(lines: list[dict[str, Any]], title: str, path: Path) -> None:
+    """Time, memory and latency over the number of prompts, each over the floor's in the same cell."""
+    floor = {line["num_prompts"]: line for line in lines if line["contender"] == FLOOR}
+    panels = {"step_seconds": "a training step", "peak_memory_bytes": "peak memory", "latency_seconds": "latency"}
+    figure, axes = plt.subplots(1, 3, figsize=(13, 3.6), sharex=True)
+    for axis, (name, label) in zip(axes, panels.items(), strict=True):
+        for contender, colour in COLOURS.items():
+            found = sorted((line for line in lines if line["contender"] == contender), key=lambda r: r["num_prompts"])
+            numbers = [line["num_prompts"] for line in found]
+            values = [line[name] / floor[line["num_prompts"]][name] for line in found]
+            axis.plot(numbers, values, marker="o", markersize=3, color=colour, label=contender)
+        axis.set_xscale("log")
+        axis.set_xticks(sorted(floor), [str(number) for number in sorted(floor)])
+        axis.minorticks_off()
+        axis.set_xlabel("prompts a block")
+        axis.set_ylabel(f"{label} / frozen backbone's")
+    axes[0].legend(fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", default=["vit-small"], choices=SHAPES, help="default: vit-small")
+    parser.add_argument("--num_prompts", type=int, nargs="+", default=[5, 10, 20, 50, 100, 200], help="a block")
+    parser.add_argument("--batch_size", type=int, default=8, help="images a step (default: 8)")
+    parser.add_argument("--image_size", type=int, default=224, help="side of an image in pixels (default: 224)")
+    parser.add_argument("--epoch_images", type=int, default=1000, help="images of an epoch (default: 1000, VTAB-1k's)")
+    parser.add_argument("--rounds", type=int, default=4, help="steps of each contender (default: 4)")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
+    parser.add_argument("--compile", action="store_true", help="with two contenders that are compiled")
+    parser.add_argument("--output", type=Path, default=Path("results/cost.jsonl"), help="the results file")
+    parser.add_argument("--pictures", type=Path, default=Path("docs/images"), help="folder of the pictures")
+    parser.add_argument("--report", action="store_true", help="only print the tables and draw")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    if not args.report:
+        for shape in args.shapes:
+            for number in args.num_prompts:
+                cell = cell_of(shape, number, args)
+                if not any(cell.items() <= line.items() for line in read_lines(args.output)):
+                    append_lines(args.output, list(measure(shape, number, args)))
+    report(args.output, args.pictures)
+
+
+if __name__ == "__main__":
+    main()
