@@ -149,6 +149,67 @@ def test_offline_suite(tmp_path, checkpoint):
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) == len(lines)
 
 
+VTAB_METHODS = (
+    "full", "linear", "lora", "vpt-deep", "vpt-deep-constant", "pro-vpt-paper", "pro-vpt-default",
+    "pro-vpt-C", "pro-vpt-D", "pro-vpt-E", "pro-vpt-F", "pro-vpt-G",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("suite", "methods"),
+    [
+        ("vtab-1k", ("linear", "vpt-deep", "vpt-deep-constant", "pro-vpt-default")),
+        pytest.param("vtab-1k", VTAB_METHODS, marks=pytest.mark.slow),
+        pytest.param("fgvc", VTAB_METHODS, marks=pytest.mark.slow),
+    ],
+)
+def test_vtab_and_fgvc_on_a_miniature_copy_of_their_layout(tmp_path, checkpoint, suite, methods):
+    generator = np.random.default_rng(0)
+    task = {"vtab-1k": "kitti", "fgvc": "Stanford-cars"}[suite]
+    folder = tmp_path / task
+    (folder / "images").mkdir(parents=True)
+    pairs = [(f"images/{number}.png", number % 4) for number in range(24)]
+    for name, label in pairs:
+        pixels = generator.integers(0, 60, size=(40, 50, 3), dtype=np.uint8) + np.uint8(60 * label)
+        Image.fromarray(pixels).save(folder / name)
+    if suite == "vtab-1k":
+        parts = {"train800": pairs[:8], "val200": pairs[8:12], "train800val200": pairs[:12], "test": pairs[12:]}
+        for name, part in parts.items():
+            (folder / f"{name}.txt").write_text("".join(f"{path} {label}\n" for path, label in part))
+    else:
+        parts = {"train": pairs[:8], "val": pairs[8:12], "test": pairs[12:]}
+        for name, part in parts.items():
+            # Classes counted from 1, as in some of the lists.
+            (folder / f"{name}.json").write_text(json.dumps({path: label + 1 for path, label in part}))
+    arguments = (
+        "vtab/vtab.py", "--suite", suite, "--root", tmp_path, "--model_name_or_path", checkpoint, "--epochs", 2,
+        "--image_size", 32, "--num_prompts", 2, "--base_lrs", 1, 0.1, "--weight_decays", 0, "--seeds", 0, 1,
+        "--device", "cpu", "--output", tmp_path / "results.jsonl",
+    )  # fmt: skip
+    output = run(*arguments, "--tasks", task)
+    assert f"{task} is left out: {task} should have" in output
+    assert "`--any_size` takes it all the same" in output
+
+    # A task that is missing is named, the others run.
+    other = {"vtab-1k": "dmlab", "fgvc": "nabirds"}[suite]
+    output = run(*arguments, "--any_size", "--tasks", other, task, "--methods", *methods)
+    assert f"{other} is left out: there is no" in output
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert len(lines) == len(methods) * 4
+    for method in methods:
+        *search, first, second = (line for line in lines if line["method"] == method)
+        assert [line["split"] for line in (*search, first, second)] == ["validation"] * 2 + ["test"] * 2
+        best = max(search, key=lambda line: line["validation_accuracy"])
+        assert first["base_lr"] == second["base_lr"] == best["base_lr"]
+        assert (first["seed"], second["seed"]) == (0, 1)
+        # VPT's own batch is 128 below 100 prompts a block, PRO-VPT's is 64.
+        constant = method.startswith("pro-vpt") or method == "vpt-deep-constant"
+        assert first["batch_size"] == (64 if constant else 128)
+        assert f"\n| {method} |" in output
+    run(*arguments, "--any_size", "--tasks", task, "--methods", "vpt-deep")
+    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == len(lines)
+
+
 def test_adjustments_benchmark_and_the_noise_fitted_to_it(tmp_path, checkpoint):
     arguments = (
         "benchmarks/adjustments.py", "--model_name_or_path", checkpoint, "--stages", 1, 2, "--repeats", 2,

@@ -65,7 +65,7 @@ class Bench:
 
     def train(self, seed: int) -> None:
         torch.manual_seed(seed)  # of the dropout
-        train_epoch(self.model, self.optimizer, self.task.train.images, self.task.train.labels, seed)
+        train_epoch(self.model, self.optimizer, self.task.train, seed)
 
     def measures(self) -> dict[str, float]:
         """Mean loss and accuracy (%) on the validation images."""

@@ -50,8 +50,7 @@ def make_optimizer(model: PeftModel) -> torch.optim.Optimizer:
 def train_epoch(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
-    images: torch.Tensor,
-    labels: torch.Tensor,
+    train: Split,
     seed: int,
     after_backward: Callable[[torch.Tensor], None] = lambda loss: None,
     batch_size: int = 32,
@@ -59,10 +58,12 @@ def train_epoch(
 ) -> float:
     """One epoch in train mode, shuffled by `seed`. Returns the mean loss. A scheduler steps with the optimizer."""
     model.train()
+    device = next(model.parameters()).device
     losses = []
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))
     for batch in order.split(batch_size):
-        loss = model(pixel_values=images[batch], labels=labels[batch]).loss
+        part = train[batch]
+        loss = model(pixel_values=part.images.to(device), labels=part.labels.to(device)).loss
         loss.backward()
         after_backward(loss)
         optimizer.step()
@@ -91,19 +92,15 @@ def fit(
     seed: int,
     relocator: Relocator | None = None,
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+    batch_size: int = 32,
 ) -> float:
     """Train, with relocations between the epochs if there is a relocator. Returns the last epoch's mean loss."""
+    after_backward = relocator.record_step if relocator is not None else lambda loss: None
     for epoch in range(epochs):
         if relocator is not None:
             relocator.relocate(progress=epoch / epochs)
         loss = train_epoch(
-            model,
-            optimizer,
-            train.images,
-            train.labels,
-            seed=1000 * seed + epoch,
-            after_backward=relocator.record_step if relocator is not None else lambda loss: None,
-            scheduler=scheduler,
+            model, optimizer, train, 1000 * seed + epoch, after_backward, batch_size=batch_size, scheduler=scheduler
         )
     if relocator is not None:
         relocator.finish()

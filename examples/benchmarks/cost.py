@@ -44,15 +44,18 @@ import matplotlib.pyplot as plt
 # Width, blocks, heads of ViT shapes; Swin-T is the default of transformers.
 VIT_SHAPES = {"vit-tiny": (192, 12, 3), "vit-small": (384, 12, 6), "vit-base": (768, 12, 12)}
 SHAPES = (*VIT_SHAPES, "swin-tiny")
-FLOOR, PREPENDED = "frozen backbone", "prepended tokens"
+FLOOR, PREPENDED, LORA, FULL = "frozen backbone", "prepended tokens", "LoRA, r = 8", "full fine-tuning"
 OURS, DEFAULT, PAPER, TWO_PASSES = (
     "PRO-VPT, not relocated",
     "PRO-VPT, default preset",
     "PRO-VPT, paper preset",
     "PRO-VPT, scored in passes of their own",
 )
-LORA, FULL = "LoRA, r = 8", "full fine-tuning"
-OURS_COMPILED, PREPENDED_COMPILED = "PRO-VPT, not relocated, compiled", "prepended tokens, compiled"
+# Not part of the default comparison.
+SECOND_HALF = "PRO-VPT, all in the second half of the blocks"
+COMPILED, CHECKPOINTED = ", compiled", ", gradient checkpointing"
+PRESETS = {DEFAULT: "default", PAPER: "paper"}
+CONTENDERS = (FLOOR, PREPENDED, OURS, TWO_PASSES, DEFAULT, PAPER, LORA, FULL)
 # Okabe and Ito's colours, told apart by colour-blind readers too.
 COLOURS = {
     FLOOR: "#000000",
@@ -100,7 +103,7 @@ class Contender:
         self.device = device
         self.relocator = relocator
         self.passes = passes
-        self.forward = forward or model
+        self.forward = model if forward is None else forward
         self.trainable = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.SGD(self.trainable, lr=1e-3, momentum=0.9)
 
@@ -149,7 +152,7 @@ class Contender:
         return len(safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()}))
 
 
-def prompted(shape: str, num_prompts: int, args: argparse.Namespace) -> PeftModel:
+def prompted(shape: str, num_prompts: int | list[int], args: argparse.Namespace) -> PeftModel:
     config = ProVPTConfig(num_prompts=num_prompts, modules_to_save=["classifier"])
     return get_peft_model(make_base(shape, args.image_size), config).to(args.device)
 
@@ -170,8 +173,13 @@ def with_prepended_tokens(shape: str, num_prompts: int, args: argparse.Namespace
     return base
 
 
-def contenders(shape: str, num_prompts: int, args: argparse.Namespace) -> dict[str, Contender]:
-    """All contenders of a cell by name."""
+def require_gradients(module: nn.Module, args: Any, output: Any) -> None:
+    """Let the backward pass go through all blocks. Swin's embeddings give a tuple."""
+    (output[0] if isinstance(output, tuple) else output).requires_grad_(True)
+
+
+def make_contender(name: str, shape: str, num_prompts: int, args: argparse.Namespace) -> Contender:
+    """A contender by name; a suffix says how it is run."""
     device = torch.device(args.device)
     size = (3, args.image_size, args.image_size)
 
@@ -182,30 +190,34 @@ def contenders(shape: str, num_prompts: int, args: argparse.Namespace) -> dict[s
         }
 
     batch = make_batch(args.batch_size)
-    floor = make_base(shape, args.image_size).to(device)
-    floor.base_model.requires_grad_(False)
-    floor.enable_input_require_grads()
-
-    found = {
-        FLOOR: Contender(floor, batch, device),
-        PREPENDED: Contender(with_prepended_tokens(shape, num_prompts, args), batch, device),
-        OURS: Contender(prompted(shape, num_prompts, args), batch, device),
-        TWO_PASSES: Contender(prompted(shape, num_prompts, args), batch, device, passes=2),
-    }
-    # `trigger` and `settle`: a prompt moves in each relocation, the costliest case.
-    for name, preset in ((DEFAULT, "default"), (PAPER, "paper")):
+    plain = name.removesuffix(COMPILED).removesuffix(CHECKPOINTED)
+    if plain in (DEFAULT, PAPER):
         model = prompted(shape, num_prompts, args)
-        config = RelocationConfig.preset(preset, trigger="always", settle=0.0)
+        # `trigger` and `settle`: a prompt moves in each relocation, the costliest case.
+        config = RelocationConfig.preset(PRESETS[plain], trigger="always", settle=0.0)
         score_batches = [make_batch(config.score_images)] if config.score_images else None
-        found[name] = Contender(model, batch, device, Relocator(model, config, score_batches=score_batches))
-    lora = LoraConfig(r=8, target_modules=["q_proj", "v_proj"], modules_to_save=["classifier"])
-    found[LORA] = Contender(get_peft_model(make_base(shape, args.image_size), lora).to(device), batch, device)
-    found[FULL] = Contender(make_base(shape, args.image_size).to(device), batch, device)
-    if args.compile:
-        ours, oracle = prompted(shape, num_prompts, args), with_prepended_tokens(shape, num_prompts, args)
-        found[OURS_COMPILED] = Contender(ours, batch, device, forward=torch.compile(ours))
-        found[PREPENDED_COMPILED] = Contender(oracle, batch, device, forward=torch.compile(oracle))
-    return found
+        return Contender(model, batch, device, Relocator(model, config, score_batches=score_batches))
+    if plain == FLOOR:
+        model = make_base(shape, args.image_size).to(device)
+        model.base_model.requires_grad_(False)
+        model.base_model.embeddings.register_forward_hook(require_gradients)
+    elif plain == PREPENDED:
+        model = with_prepended_tokens(shape, num_prompts, args)
+    elif plain == LORA:
+        config = LoraConfig(r=8, target_modules=["q_proj", "v_proj"], modules_to_save=["classifier"])
+        model = get_peft_model(make_base(shape, args.image_size), config).to(device)
+    elif plain == FULL:
+        model = make_base(shape, args.image_size).to(device)
+    elif plain == SECOND_HALF:
+        num_blocks = len(prompted(shape, 1, args).base_model.blocks)
+        half = num_blocks // 2
+        model = prompted(shape, [0] * half + [2 * num_prompts] * (num_blocks - half), args)
+    else:
+        model = prompted(shape, num_prompts, args)
+    if name.endswith(CHECKPOINTED):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    forward = torch.compile(model) if name.endswith(COMPILED) else None
+    return Contender(model, batch, device, passes=2 if plain == TWO_PASSES else 1, forward=forward)
 
 
 def seconds_of(function: Callable[[], None], device: torch.device) -> float:
@@ -219,12 +231,12 @@ def seconds_of(function: Callable[[], None], device: torch.device) -> float:
 def measure(shape: str, num_prompts: int, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The lines of a cell."""
     device = torch.device(args.device)
-    found = contenders(shape, num_prompts, args)
+    found = {name: make_contender(name, shape, num_prompts, args) for name in args.contenders}
     relocated = {name: contender for name, contender in found.items() if contender.relocator is not None}
     peaks = {}
     for name, contender in found.items():
         contender.step()  # warm-up: optimizer states exist from here on
-        if "compiled" not in name:
+        if not name.endswith(COMPILED):
             peaks[name] = contender.peak_memory()
     steps: dict[str, list[float]] = {name: [] for name in found}
     relocations: dict[str, list[float]] = {name: [] for name in relocated}
@@ -276,6 +288,8 @@ def report(path: Path, pictures: Path) -> None:
     for (shape, size, batch, threads, device), of_shape in shapes.items():
         for number in sorted({line["num_prompts"] for line in of_shape}):
             cell = {line["contender"]: line for line in of_shape if line["num_prompts"] == number}
+            if not {FLOOR, PREPENDED} <= set(cell):
+                continue
             floor, oracle = cell[FLOOR], cell[PREPENDED]
             print(
                 f"\n{shape}, {size} px, batch {batch}, {number} prompts a block, {device}, {threads} threads, median "
@@ -330,7 +344,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4, help="steps of each contender (default: 4)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
-    parser.add_argument("--compile", action="store_true", help="with two contenders that are compiled")
+    parser.add_argument(
+        "--contenders", nargs="+", default=CONTENDERS,
+        help=f"which (default: all); also {SECOND_HALF!r}, and any with {COMPILED!r} or {CHECKPOINTED!r} behind it",
+    )  # fmt: skip
     parser.add_argument("--output", type=Path, default=Path("results/cost.jsonl"), help="the results file")
     parser.add_argument("--pictures", type=Path, default=Path("docs/images"), help="folder of the pictures")
     parser.add_argument("--report", action="store_true", help="only print the tables and draw")
@@ -340,7 +357,8 @@ def main() -> None:
         for shape in args.shapes:
             for number in args.num_prompts:
                 cell = cell_of(shape, number, args)
-                if not any(cell.items() <= line.items() for line in read_lines(args.output)):
+                lines = [line for line in read_lines(args.output) if cell.items() <= line.items()]
+                if not set(args.contenders) <= {line["contender"] for line in lines}:
                     append_lines(args.output, list(measure(shape, number, args)))
     report(args.output, args.pictures)
 

@@ -107,7 +107,7 @@ def run(task_name: str, backbone: str, args: argparse.Namespace) -> None:
         if epoch > 0:
             start = time.perf_counter()
             record = in_steps.record_step if in_steps is not None else lambda loss: None
-            train_epoch(model, optimizer, task.train.images, task.train.labels, seed=epoch, after_backward=record)
+            train_epoch(model, optimizer, task.train, seed=epoch, after_backward=record)
             if in_steps is None:
                 epoch_seconds = time.perf_counter() - start
         if in_steps is None:

@@ -42,7 +42,6 @@ def main() -> None:
     torch.set_num_threads(args.threads)
 
     train = tasks.load("digits").train
-    images, labels = train.images, train.labels
     probe = train[: args.images]
     model = make_model(eps=args.eps)
     tuner = model.base_model
@@ -50,7 +49,7 @@ def main() -> None:
     optimizer = make_optimizer(model)
     generator = torch.Generator().manual_seed(5)
     for epoch in range(1, max(args.epochs) + 1):
-        loss = train_epoch(model, optimizer, images, labels, seed=epoch)
+        loss = train_epoch(model, optimizer, train, seed=epoch)
         if epoch not in args.epochs:
             continue
         idleness = exact_idleness(model, probe.images, probe.labels)

@@ -113,9 +113,13 @@ def evaluate(model: nn.Module, split: Split, batch_size: int = 128) -> tuple[flo
     """Mean cross entropy and share of right answers, 0 … 1, of an image classifier in eval mode."""
     model.eval()
     device = next(model.parameters()).device
-    logits = torch.cat([model(pixel_values=part.to(device)).logits.cpu() for part in split.images.split(batch_size)])
-    right = int((logits.argmax(dim=-1) == split.labels).sum())
-    return F.cross_entropy(logits, split.labels).item(), right / len(split)
+    logits, labels = [], []
+    for start in range(0, len(split), batch_size):
+        part = split[start : start + batch_size]
+        logits.append(model(pixel_values=part.images.to(device)).logits.cpu())
+        labels.append(part.labels)
+    found, right = torch.cat(logits), torch.cat(labels)
+    return F.cross_entropy(found, right).item(), int((found.argmax(dim=-1) == right).sum()) / len(split)
 
 
 def _normalised(pictures: torch.Tensor) -> torch.Tensor:

@@ -14,50 +14,27 @@ one. The table shows the chosen runs only.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import time
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-import peft
-import safetensors.torch
 import torch
-import transformers
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from tqdm.auto import tqdm
-
-import provpt_peft
-from provpt_peft import ProVPTConfig, RelocationConfig
 
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import tasks
-from common import append_lines, fit, make_base, make_relocator, mean_and_spread, read_lines
+from common import append_lines, fit, read_lines
+from methods import METHODS, describe, make_method_relocator, make_model, print_tables
 
 
-METHODS = ("linear", "lora", "vpt-deep", "pro-vpt-paper", "pro-vpt-default", "full")
 GROUPS = {
     "natural": ("digits", "stamps"),
     "specialized": ("textile",),
     "structured": ("location", "orientation", "count", "distance"),
 }
 LEARNING_RATES = (1e-3, 3e-3)
-
-
-def make_model(method: str, num_labels: int, seed: int, args: argparse.Namespace) -> torch.nn.Module:
-    """The backbone with a new head, and what the method trains in it."""
-    base = make_base(num_labels, seed, args.model_name_or_path)
-    if method == "full":
-        return base
-    if method == "linear":
-        base.base_model.requires_grad_(False)
-        return base
-    if method == "lora":
-        config = LoraConfig(r=8, target_modules=["q_proj", "v_proj"], modules_to_save=["classifier"])
-        return get_peft_model(base, config)
-    return get_peft_model(base, ProVPTConfig(num_prompts=args.num_prompts, modules_to_save=["classifier"]))
 
 
 def protocol(args: argparse.Namespace) -> dict[str, int]:
@@ -69,23 +46,15 @@ def protocol(args: argparse.Namespace) -> dict[str, int]:
 def run(method: str, task_name: str, seed: int, learning_rate: float, args: argparse.Namespace) -> dict[str, Any]:
     """Train and test once. Returns the line of the results; accuracies in percent."""
     task = tasks.load(task_name, args.image_size, args.train_images, args.validation_images, seed)
-    model = make_model(method, task.num_labels, seed, args)
+    model = make_model(method, task.num_labels, args.num_prompts, seed, args.model_name_or_path)
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=learning_rate, weight_decay=0.0)
     steps = args.epochs * -(-len(task.train) // 32)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    relocator = None
-    if method.startswith("pro-vpt"):
-        config = RelocationConfig.preset(method.removeprefix("pro-vpt-"))
-        relocator = make_relocator(config, model, optimizer, task.train, seed)
+    relocator = make_method_relocator(method, model, optimizer, task.train, seed)
     start = time.perf_counter()
     loss = fit(model, optimizer, task.train, args.epochs, seed, relocator, scheduler)
     seconds = time.perf_counter() - start
-    if isinstance(model, PeftModel):
-        tensors = get_peft_model_state_dict(model)
-    else:
-        tensors = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    history = relocator.history if relocator is not None else []
     return {
         "suite": "offline",
         "method": method,
@@ -96,15 +65,10 @@ def run(method: str, task_name: str, seed: int, learning_rate: float, args: argp
         "train_loss": loss,
         "validation_accuracy": 100 * tasks.evaluate(model, task.validation)[1],
         "test_accuracy": 100 * tasks.evaluate(model, task.test)[1],
-        "trainable_parameters": sum(p.numel() for p in trainable),
-        "file_bytes": len(safetensors.torch.save({name: t.contiguous() for name, t in tensors.items()})),
         "train_seconds": seconds,
         "train_images_per_second": args.epochs * len(task.train) / seconds,
-        "relocations": sum(record.block not in (None, record.from_block) for record in history),
-        "distribution": model.base_model.prompt_distribution() if "vpt" in method else None,
         "data_hash": tasks.data_hash(task),
-        "date": str(date.today()),
-        "versions": {m.__name__: m.__version__ for m in (provpt_peft, peft, transformers, torch)},
+        **describe(method, model, relocator),
     }
 
 
@@ -140,55 +104,22 @@ def missing(seed: int, args: argparse.Namespace) -> list[tuple[str, str, int, fl
 
 
 def report(args: argparse.Namespace) -> None:
-    """Print test accuracies of the chosen runs and what each method trains; then all against VPT-Deep by pairs."""
+    """Print the tables of the chosen runs."""
     lines = finished(args)
     chosen: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for line in lines:
         method, task = line["method"], line["task"]
         if line["learning_rate"] == chosen_rate(method, task, lines, args):
             chosen.setdefault((method, task), []).append(line)
-    names = [task for group in GROUPS.values() for task in group]
-    header = [*names, *GROUPS, "mean of groups", "trained parameters", "file kB"]
-    print(f"| method | {' | '.join(header)} |\n|{' --- |' * (len(header) + 1)}")
-    for method in METHODS:
-        means, cells = {}, []
-        for task in names:
-            found = chosen.get((method, task), [])
-            cells.append(f"{mean_and_spread([r['test_accuracy'] for r in found])} ({len(found)})" if found else "")
-            if found:
-                means[task] = statistics.mean(r["test_accuracy"] for r in found)
-        complete = {group: all(task in means for task in of) for group, of in GROUPS.items()}
-        groups = {g: statistics.mean(means[task] for task in of) for g, of in GROUPS.items() if complete[g]}
-        cells += [f"{groups[group]:.2f}" if group in groups else "" for group in GROUPS]
-        cells.append(f"{statistics.mean(groups.values()):.2f}" if len(groups) == len(GROUPS) else "")
-        rows = [line for (name, _), found in chosen.items() if name == method for line in found]
-        if rows:
-            for name, scale in (("trainable_parameters", 1), ("file_bytes", 1000)):
-                cells.append(f"{statistics.mean(row[name] for row in rows) / scale:,.0f}")
-            print(f"| {method} | {' | '.join(cells)} |")
-
-    print("\nDifference of test accuracies, same task and seed, mean ± standard error of the runs")
-    accuracies = {
-        (method, task, line["seed"]): line["test_accuracy"]
-        for (method, task), found in chosen.items()
-        for line in found
-    }
-    for method in METHODS:
-        differences = [
-            accuracy - accuracies["vpt-deep", task, seed]
-            for (name, task, seed), accuracy in accuracies.items()
-            if name == method != "vpt-deep" and ("vpt-deep", task, seed) in accuracies
-        ]
-        if len(differences) >= 2:
-            error = statistics.stdev(differences) / len(differences) ** 0.5
-            mean = statistics.mean(differences)
-            print(f"{method} - vpt-deep: {mean:+.2f} ± {error:.2f} points ({len(differences)} pairs)")
+    print_tables(chosen, GROUPS, METHODS)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_name_or_path", help="checkpoint of the backbone (default: the demo's DINOv2-S)")
-    parser.add_argument("--methods", nargs="+", default=METHODS[:-1], choices=METHODS, help="default: all but full")
+    parser.add_argument(
+        "--methods", nargs="+", default=METHODS[:5], choices=METHODS, help=f"default: {' '.join(METHODS[:5])}"
+    )
     parser.add_argument("--tasks", nargs="+", default=list(tasks.TASKS), choices=tasks.TASKS, help="default: all")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="seeds (default: 0 1 2)")
     parser.add_argument("--learning_rates", nargs="+", type=float, default=LEARNING_RATES, help="default: 1e-3 3e-3")

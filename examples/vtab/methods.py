@@ -1,0 +1,122 @@
+"""What the suites share: the methods that are compared, what a run's line says of them, and the tables."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import peft
+import safetensors.torch
+import torch
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+
+import provpt_peft
+from provpt_peft import ProVPTConfig, RelocationConfig, Relocator
+
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+from common import make_base, make_relocator, mean_and_spread
+from tasks import Split
+
+
+# The letters are the strategies of the paper's Tab. 3 that keep the budget.
+METHODS = (
+    "linear", "lora", "vpt-deep", "pro-vpt-paper", "pro-vpt-default", "full",
+    "pro-vpt-C", "pro-vpt-D", "pro-vpt-E", "pro-vpt-F", "pro-vpt-G",
+)  # fmt: skip
+
+
+def make_model(
+    method: str, num_labels: int, num_prompts: int, seed: int, checkpoint: str | None = None
+) -> torch.nn.Module:
+    """The backbone with a new head, and what the method trains in it."""
+    base = make_base(num_labels, seed, checkpoint)
+    if method == "full":
+        return base
+    if method == "linear":
+        base.base_model.requires_grad_(False)
+        return base
+    if method == "lora":
+        config = LoraConfig(r=8, target_modules=["q_proj", "v_proj"], modules_to_save=["classifier"])
+        return get_peft_model(base, config)
+    return get_peft_model(base, ProVPTConfig(num_prompts=num_prompts, modules_to_save=["classifier"]))
+
+
+def make_method_relocator(
+    method: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, train: Split, seed: int
+) -> Relocator | None:
+    """The relocator of a method that has one."""
+    if not method.startswith("pro-vpt-"):
+        return None
+    config = RelocationConfig.preset(method.removeprefix("pro-vpt-"))
+    return make_relocator(config, model, optimizer, train, seed)
+
+
+def describe(method: str, model: torch.nn.Module, relocator: Relocator | None) -> dict[str, Any]:
+    """What a line of the results says of a trained model."""
+    if isinstance(model, PeftModel):
+        tensors = get_peft_model_state_dict(model)
+    else:
+        tensors = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    history = relocator.history if relocator is not None else []
+    return {
+        "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "file_bytes": len(safetensors.torch.save({name: t.cpu().contiguous() for name, t in tensors.items()})),
+        "relocations": sum(record.block not in (None, record.from_block) for record in history),
+        "distribution": model.base_model.prompt_distribution() if "vpt" in method else None,
+        "date": str(date.today()),
+        "versions": {m.__name__: m.__version__ for m in (provpt_peft, peft, transformers, torch)},
+    }
+
+
+def print_tables(
+    chosen: dict[tuple[str, str], list[dict[str, Any]]], groups: dict[str, Sequence[str]], methods: Sequence[str]
+) -> None:
+    """Print test accuracies, then the differences from VPT-Deep by pairs.
+
+    Args:
+        chosen: The runs to show, by method and task.
+        groups: Tasks of each group, for group means and the mean of group means.
+        methods: Methods in the order of the rows.
+    """
+    names = [task for group in groups.values() for task in group]
+    header = [*names, *groups, "mean of groups", "trained parameters", "file kB"]
+    print(f"| method | {' | '.join(header)} |\n|{' --- |' * (len(header) + 1)}")
+    for method in methods:
+        means, cells = {}, []
+        for task in names:
+            found = chosen.get((method, task), [])
+            cells.append(f"{mean_and_spread([r['test_accuracy'] for r in found])} ({len(found)})" if found else "")
+            if found:
+                means[task] = statistics.mean(r["test_accuracy"] for r in found)
+        complete = {group: all(task in means for task in of) for group, of in groups.items()}
+        of_groups = {g: statistics.mean(means[task] for task in of) for g, of in groups.items() if complete[g]}
+        cells += [f"{of_groups[group]:.2f}" if group in of_groups else "" for group in groups]
+        cells.append(f"{statistics.mean(of_groups.values()):.2f}" if len(of_groups) == len(groups) else "")
+        rows = [line for (name, _), found in chosen.items() if name == method for line in found]
+        if rows:
+            for name, scale in (("trainable_parameters", 1), ("file_bytes", 1000)):
+                cells.append(f"{statistics.mean(row[name] for row in rows) / scale:,.0f}")
+            print(f"| {method} | {' | '.join(cells)} |")
+
+    print("\nDifference of test accuracies, same task and seed, mean ± standard error of the runs")
+    accuracies = {
+        (method, task, line["seed"]): line["test_accuracy"]
+        for (method, task), found in chosen.items()
+        for line in found
+    }
+    for method in methods:
+        differences = [
+            accuracy - accuracies["vpt-deep", task, seed]
+            for (name, task, seed), accuracy in accuracies.items()
+            if name == method != "vpt-deep" and ("vpt-deep", task, seed) in accuracies
+        ]
+        if len(differences) >= 2:
+            error = statistics.stdev(differences) / len(differences) ** 0.5
+            mean = statistics.mean(differences)
+            print(f"{method} - vpt-deep: {mean:+.2f} ± {error:.2f} points ({len(differences)} pairs)")

@@ -1,0 +1,347 @@
+"""VTAB-1k and FGVC as in the paper, from local folders.
+
+    python examples/vtab/vtab.py --root vtab-1k --model_name_or_path google/vit-base-patch16-224-in21k
+    python examples/vtab/vtab.py --root vtab-1k --model_name_or_path google/vit-base-patch16-224-in21k --report
+    python examples/vtab/vtab.py --suite fgvc --root fgvc --methods vpt-deep pro-vpt-default
+
+Layout of VTAB-1k: a folder for each task with images and the lists `train800.txt`, `val200.txt`, `train800val200.txt`
+and `test.txt`, one `path label` a line. Layout of FGVC: a folder for each task with images and the lists `train.json`,
+`val.json` and `test.json`, each a map from path to class. Paths are relative to the task's folder. A task that is
+missing is named and left out.
+
+The protocol is the paper's: a grid of base learning rates and weight decays is searched on the validation split,
+then the best pair is trained on all training images (VTAB-1k: 1,000; FGVC: the training split) with each seed and
+tested. SGD with momentum 0.9, learning rate base_lr * batch / 256. VPT has a cosine schedule and batch 64 from 100
+prompts on, else 128; PRO-VPT a constant rate and batch 64. `vpt-deep-constant` is VPT-Deep under PRO-VPT's recipe,
+so that a margin is not the schedule's. VTAB-1k is resized to 224 without augmentation, FGVC is cropped at random and
+mirrored. The whole grid is 40 trainings of 100 epochs for each method and task; `--base_lrs` and `--weight_decays`
+make it smaller.
+
+Each training is one line of the results file, so a sweep that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from tqdm.auto import tqdm
+
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+import tasks
+from common import append_lines, fit, read_lines
+from methods import METHODS, describe, make_method_relocator, make_model, print_tables
+
+
+# Classes, test images, and the prompts a block that VPT lists. The names are those of the common folders.
+VTAB: dict[str, dict[str, tuple[int, int, int]]] = {
+    "natural": {
+        "cifar": (100, 10000, 10),
+        "caltech101": (102, 6084, 10),
+        "dtd": (47, 1880, 10),
+        "oxford_flowers102": (102, 6149, 1),
+        "oxford_iiit_pet": (37, 3669, 1),
+        "svhn": (10, 26032, 50),
+        "sun397": (397, 21750, 5),
+    },
+    "specialized": {
+        "patch_camelyon": (2, 32768, 100),
+        "eurosat": (10, 5400, 100),
+        "resisc45": (45, 6300, 10),
+        "diabetic_retinopathy": (5, 42670, 1),
+    },
+    "structured": {
+        "clevr_count": (8, 15000, 100),
+        "clevr_dist": (6, 15000, 200),
+        "dmlab": (6, 22735, 100),
+        "kitti": (4, 711, 100),
+        "dsprites_loc": (16, 73728, 100),
+        "dsprites_ori": (16, 73728, 100),
+        "smallnorb_azi": (18, 12150, 200),
+        "smallnorb_ele": (9, 12150, 200),
+    },
+}
+FGVC: dict[str, dict[str, tuple[int, int, int]]] = {
+    "fgvc": {
+        "CUB_200_2011": (200, 5794, 10),
+        "nabirds": (555, 6084, 50),
+        "OxfordFlower": (102, 6149, 5),
+        "Stanford-cars": (196, 8041, 200),
+        "Stanford-dogs": (120, 8580, 100),
+    }
+}
+SUITES = {"vtab-1k": VTAB, "fgvc": FGVC}
+# Files of the parts: to search with, to validate on, to train the final model with, to test on.
+FILES = {
+    "vtab-1k": ("train800.txt", "val200.txt", "train800val200.txt", "test.txt"),
+    "fgvc": ("train.json", "val.json", "train.json", "test.json"),
+}
+BASE_LRS = (50.0, 25.0, 10.0, 5.0, 2.5, 1.0, 0.5, 0.25, 0.1, 0.05)
+WEIGHT_DECAYS = (0.01, 0.001, 0.0001, 0.0)
+NORMALIZATIONS = {
+    "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    "inception": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
+}
+CONSTANT = "vpt-deep-constant"
+
+
+class MissingTask(Exception):
+    """A task's files are not there, or not those of the protocol."""
+
+
+class FolderSplit:
+    """A split whose images are read when they are asked for. Indexing gives a `tasks.Split`.
+
+    Args:
+        paths: The images.
+        labels: Their classes, (B,).
+        args: Image size, normalisation and workers.
+        augment: Crop at random (8 to 100 % of the area) and mirror every other one.
+        keep: Keep the resized pixels in memory.
+    """
+
+    def __init__(
+        self, paths: Sequence[Path], labels: torch.Tensor, args: argparse.Namespace, augment: bool, keep: bool
+    ) -> None:
+        self.paths = paths
+        self.labels = labels
+        self.size = args.image_size
+        self.augment = augment
+        self.keep = keep
+        self.kept: dict[int, torch.Tensor] = {}
+        self.mean, self.std = (torch.tensor(v).view(3, 1, 1) for v in NORMALIZATIONS[args.normalization])
+        self.pool = ThreadPoolExecutor(args.workers)
+        self.rng = np.random.default_rng(0)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: slice | Sequence[int] | torch.Tensor) -> tasks.Split:
+        numbers = torch.arange(len(self))[index].tolist()
+        draws = self.rng.random((len(numbers), 5)) if self.augment else [None] * len(numbers)
+        pixels = torch.stack(list(self.pool.map(self._read, numbers, draws)))
+        return tasks.Split((pixels.float() / 255 - self.mean) / self.std, self.labels[numbers])
+
+    def _read(self, number: int, draw: np.ndarray | None) -> torch.Tensor:
+        if number in self.kept:
+            return self.kept[number]
+        with Image.open(self.paths[number]) as file:
+            picture = file.convert("RGB")
+        box, mirror = None, False
+        if draw is not None:
+            box, mirror = _crop(picture.size, draw), draw[4] < 0.5
+        picture = picture.resize((self.size, self.size), Image.Resampling.BILINEAR, box=box)
+        if mirror:
+            picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        pixels = torch.from_numpy(np.array(picture)).permute(2, 0, 1)
+        if self.keep:
+            self.kept[number] = pixels
+        return pixels
+
+
+def _crop(size: tuple[int, int], draw: np.ndarray) -> tuple[float, float, float, float]:
+    """A random box of 8 to 100 % of the area and an aspect ratio of 3/4 to 4/3, as large as fits, from four numbers in
+    0 … 1."""
+    width, height = size
+    area = (0.08 + 0.92 * draw[0]) * width * height
+    ratio = math.exp(math.log(3 / 4) + draw[1] * (math.log(4 / 3) - math.log(3 / 4)))
+    w, h = min(math.sqrt(area * ratio), width), min(math.sqrt(area / ratio), height)
+    left, top = draw[2] * (width - w), draw[3] * (height - h)
+    return left, top, left + w, top + h
+
+
+def read_list(path: Path) -> tuple[list[Path], list[int]]:
+    """Images and classes of a list, `path label` lines or a JSON map.
+
+    Raises:
+        MissingTask: If there is no such file, or an image that it names is missing.
+    """
+    if not path.exists():
+        raise MissingTask(f"there is no {path}")
+    if path.suffix == ".json":
+        pairs = list(json.loads(path.read_text()).items())
+    else:
+        pairs = [line.rsplit(maxsplit=1) for line in path.read_text().splitlines() if line.strip()]
+    paths = [path.parent / name for name, _ in pairs]
+    missing = next((image for image in paths if not image.exists()), None)
+    if missing is not None:
+        raise MissingTask(f"{path} names {missing}, which is not there")
+    return paths, [int(label) for _, label in pairs]
+
+
+def load(suite: str, task: str, args: argparse.Namespace) -> list[FolderSplit]:
+    """The four parts of a task: to search with, to validate on, to train the final model with, to test on.
+
+    Raises:
+        MissingTask: If files are missing, or classes or numbers of images are not those of the paper's tables.
+    """
+    num_labels, num_test, _ = specification(suite, task)
+    found = [read_list(args.root / task / name) for name in FILES[suite]]
+    # FGVC's classes are counted from 1 in some lists.
+    first = min(min(labels) for _, labels in found)
+    counts = [len(paths) for paths, _ in found]
+    expected = [800, 200, 1000, num_test] if suite == "vtab-1k" else [*counts[:3], num_test]
+    classes = max(max(labels) for _, labels in found) - first + 1
+    if not args.any_size and (counts != expected or classes != num_labels):
+        raise MissingTask(
+            f"{task} should have {expected} images of {num_labels} classes, but has {counts} of {classes}; "
+            "`--any_size` takes it all the same"
+        )
+    splits = []
+    for part, (paths, labels) in enumerate(found):
+        train = part in (0, 2)
+        augment = train and suite == "fgvc"
+        keep = part < 3 and suite == "vtab-1k"
+        splits.append(FolderSplit(paths, torch.tensor(labels) - first, args, augment, keep))
+    return splits
+
+
+def specification(suite: str, task: str) -> tuple[int, int, int]:
+    """Classes, test images, prompts a block."""
+    return next(of[task] for of in SUITES[suite].values() if task in of)
+
+
+def run(
+    method: str, task: str, seed: int, base_lr: float, weight_decay: float, final: bool, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Train once and validate, or test if it is a final run. Returns the line; accuracies in percent."""
+    search, validation, train, test = load(args.suite, task, args)
+    num_labels, _, num_prompts = specification(args.suite, task)
+    if args.num_prompts is not None:
+        num_prompts = args.num_prompts
+    plain = "vpt-deep" if method == CONSTANT else method
+    model = make_model(plain, num_labels, num_prompts, seed, args.model_name_or_path).to(args.device)
+    constant = method == CONSTANT or method.startswith("pro-vpt")
+    batch_size = 64 if constant or num_prompts >= 100 else 128
+    split = train if final else search
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    rate = base_lr * batch_size / 256
+    optimizer = torch.optim.SGD(trainable, lr=rate, momentum=0.9, weight_decay=weight_decay)
+    steps = args.epochs * -(-len(split) // batch_size)
+    scheduler = None if constant else torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    relocator = make_method_relocator(method, model, optimizer, split, seed)
+    start = time.perf_counter()
+    loss = fit(model, optimizer, split, args.epochs, seed, relocator, scheduler, batch_size)
+    seconds = time.perf_counter() - start
+    measured = test if final else validation
+    return {
+        **protocol(args),
+        "method": method,
+        "task": task,
+        "seed": seed,
+        "base_lr": base_lr,
+        "weight_decay": weight_decay,
+        "split": "test" if final else "validation",
+        "num_prompts": num_prompts,
+        "batch_size": batch_size,
+        "train_loss": loss,
+        "test_accuracy" if final else "validation_accuracy": 100 * tasks.evaluate(model, measured)[1],
+        "train_seconds": seconds,
+        "train_images_per_second": args.epochs * len(split) / seconds,
+        **describe(plain, model, relocator),
+    }
+
+
+def protocol(args: argparse.Namespace) -> dict[str, Any]:
+    """What all runs of a table have in common."""
+    return {
+        "suite": args.suite,
+        "model": str(args.model_name_or_path),
+        "epochs": args.epochs,
+        "image_size": args.image_size,
+        "normalization": args.normalization,
+    }
+
+
+def finished(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The runs in the results file that followed the protocol."""
+    return [line for line in read_lines(args.output) if protocol(args).items() <= line.items()]
+
+
+def best_pair(method: str, task: str, lines: list[dict[str, Any]]) -> tuple[float, float]:
+    """Base learning rate and weight decay with the best validation accuracy."""
+    tried = [r for r in lines if (r["method"], r["task"], r["split"]) == (method, task, "validation")]
+    best = max(tried, key=lambda line: line["validation_accuracy"])
+    return best["base_lr"], best["weight_decay"]
+
+
+def sweep(method: str, task: str, args: argparse.Namespace) -> None:
+    """The search, then the final runs; what is finished is left out."""
+    key = ("method", "task", "seed", "base_lr", "weight_decay", "split")
+
+    def once(*settings: Any) -> None:
+        seed, base_lr, weight_decay, final = settings
+        wanted = (method, task, seed, base_lr, weight_decay, "test" if final else "validation")
+        if wanted not in {tuple(line[name] for name in key) for line in finished(args)}:
+            append_lines(args.output, [run(method, task, seed, base_lr, weight_decay, final, args)])
+
+    grid = [(base_lr, decay) for base_lr in args.base_lrs for decay in args.weight_decays]
+    for base_lr, decay in tqdm(grid, desc=f"{task}, {method}: search"):
+        once(args.seeds[0], base_lr, decay, False)
+    pair = best_pair(method, task, finished(args))
+    for seed in tqdm(args.seeds, desc=f"{task}, {method}: test"):
+        once(seed, *pair, True)
+
+
+def report(args: argparse.Namespace) -> None:
+    """Print the tables of the final runs."""
+    chosen: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for line in finished(args):
+        if line["split"] == "test":
+            chosen.setdefault((line["method"], line["task"]), []).append(line)
+    print_tables(chosen, {group: list(of) for group, of in SUITES[args.suite].items()}, (*METHODS, CONSTANT))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--suite", choices=SUITES, default="vtab-1k", help="default: vtab-1k")
+    parser.add_argument("--root", type=Path, required=True, help="folder of the tasks")
+    parser.add_argument("--model_name_or_path", help="checkpoint of the backbone (default: the demo's DINOv2-S)")
+    parser.add_argument(
+        "--methods", nargs="+", choices=(*METHODS, CONSTANT), metavar="METHOD",
+        default=["full", "linear", "lora", "vpt-deep", CONSTANT, "pro-vpt-paper", "pro-vpt-default"],
+        help=f"among {', '.join((*METHODS, CONSTANT))} (default: the first six and {CONSTANT})",
+    )  # fmt: skip
+    parser.add_argument("--tasks", nargs="+", help="folders of the tasks (default: all of the suite)")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="seeds (default: 0 1 2)")
+    parser.add_argument("--base_lrs", nargs="+", type=float, default=BASE_LRS, help="default: the paper's 10")
+    parser.add_argument("--weight_decays", nargs="+", type=float, default=WEIGHT_DECAYS, help="default: the paper's 4")
+    parser.add_argument("--epochs", type=int, default=100, help="epochs of a run (default: 100)")
+    parser.add_argument("--image_size", type=int, default=224, help="side of an image in pixels (default: 224)")
+    parser.add_argument("--normalization", choices=NORMALIZATIONS, default="inception", help="default: inception")
+    parser.add_argument("--num_prompts", type=int, help="prompts a block (default: VPT's for each task)")
+    parser.add_argument("--workers", type=int, default=4, help="threads that read images (default: 4)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
+    parser.add_argument("--any_size", action="store_true", help="take splits of other sizes than the paper's")
+    parser.add_argument("--output", type=Path, default=Path("results/vtab.jsonl"), help="the results file")
+    parser.add_argument("--report", action="store_true", help="only print the tables")
+    args = parser.parse_args()
+    known = [task for of in SUITES[args.suite].values() for task in of]
+    unknown = sorted(set(args.tasks or ()) - set(known))
+    if unknown:
+        parser.error(f"{args.suite} has no {unknown}, its tasks are {', '.join(known)}")
+    if not args.report:
+        for task in args.tasks or known:
+            try:
+                load(args.suite, task, args)
+            except MissingTask as reason:
+                print(f"{task} is left out: {reason}.")
+                continue
+            for method in args.methods:
+                sweep(method, task, args)
+    report(args)
+
+
+if __name__ == "__main__":
+    main()
