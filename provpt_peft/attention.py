@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_mask
-from torch.utils.checkpoint import checkpoint
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .backbones import BackboneFamily, resolve
@@ -121,18 +120,14 @@ class PromptedBlock:
         if kept is not None and kept[0] == state:
             return rows, *kept[1]
         prompts = bank.provpt_prompts[adapter][rows, : self.width].unsqueeze(0)  # (1, n, D)
-        moments = None
-        if observation is not None and observation.score == "taylor":
-            prompts, moments = prompts.expand(images, -1, -1), observation.columns(rows)
         rate = bank.dropout[adapter] if bank.training else 0.0
-        if rate == 0.0 or torch.compiler.is_compiling():
-            normed = self._normed(F.dropout(prompts.expand(images, -1, -1), rate) if rate else prompts, moments)
-        else:
-            # What each image keeps is all that is stored; the rest, three times as large, is cheap to compute again.
+        if rate > 0.0:
+            # As `F.dropout`, with the same random numbers, but what is stored for the backward pass is a boolean mask.
             mask = torch.empty(images, *prompts.shape[1:], dtype=torch.bool, device=prompts.device)
-            mask.bernoulli_(1 - rate)
-            arguments = (prompts, moments, mask, 1 / (1 - rate))
-            normed = checkpoint(self._normed, *arguments, use_reentrant=False, preserve_rng_state=False)
+            prompts = torch.where(mask.bernoulli_(1 - rate), prompts / (1 - rate), 0.0)
+        if observation is not None and observation.score == "taylor":
+            prompts = _ObserveVectors.apply(prompts.expand(images, -1, -1), observation.columns(rows))
+        normed = self.norm(prompts.to(self.norm.weight.dtype))
         heads = (*normed.shape[:2], key.shape[1], key.shape[3])
         prompt_key, prompt_value = (
             projection(normed).view(heads).transpose(1, 2).to(key.dtype) for projection in self._projections()
@@ -140,20 +135,6 @@ class PromptedBlock:
         if state is not None:
             bank.kept[adapter, self.number] = state, (prompt_key, prompt_value)
         return rows, prompt_key, prompt_value
-
-    def _normed(
-        self,
-        prompts: torch.Tensor,
-        moments: torch.Tensor | None,
-        mask: torch.Tensor | None = None,
-        scale: float = 1.0,
-    ) -> torch.Tensor:
-        """Prompts (1 or B, n, D), of which each image keeps what is in the mask, scaled, after the block's norm."""
-        if mask is not None:
-            prompts = prompts * (mask * scale).to(prompts.dtype)
-        if moments is not None:
-            prompts = _ObserveVectors.apply(prompts, moments)
-        return self.norm(prompts.to(self.norm.weight.dtype))
 
     def _projections(self) -> tuple[nn.Module, nn.Module]:
         """The key and the value projection, which may have been replaced since the block was made."""
