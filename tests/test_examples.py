@@ -85,7 +85,7 @@ def test_cost_benchmark(tmp_path):
     output = run(*arguments)
     lines = {r["contender"]: r for r in map(json.loads, (tmp_path / "cost.jsonl").read_text().splitlines())}
     assert all(f"\n| {contender} |" in output for contender in lines)
-    assert (tmp_path / "cost_vit-tiny_cpu.png").exists()
+    assert (tmp_path / "cost_vit-tiny_cpu_2.png").exists()
     # Head 192 * 100 + 100; 12 blocks * 2 prompts of 192; in each of 12 blocks 2 * 2 LoRA matrices of 192 * 8.
     trainable = {contender: line["trainable_parameters"] for contender, line in lines.items()}
     assert trainable["frozen backbone"] == 19_300

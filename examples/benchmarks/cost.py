@@ -19,7 +19,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from datetime import date
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +231,7 @@ def seconds_of(function: Callable[[], None], device: torch.device) -> float:
 def measure(shape: str, num_prompts: int, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The lines of a cell."""
     device = torch.device(args.device)
+    run = datetime.now().isoformat(timespec="seconds")
     found = {name: make_contender(name, shape, num_prompts, args) for name in args.contenders}
     relocated = {name: contender for name, contender in found.items() if contender.relocator is not None}
     peaks = {}
@@ -267,7 +268,8 @@ def measure(shape: str, num_prompts: int, args: argparse.Namespace) -> Iterator[
             "file_bytes": contender.file_bytes(),
             "trainable_parameters": sum(p.numel() for p in contender.trainable),
             "rounds": args.rounds,
-            "date": str(date.today()),
+            # Lines of one run are to be compared with each other only.
+            "run": run,
             "torch": torch.__version__,
         }
 
@@ -286,14 +288,14 @@ def report(path: Path, pictures: Path) -> None:
         group = tuple(line[name] for name in ("shape", "image_size", "batch_size", "threads", "device"))
         shapes.setdefault(group, []).append(line)
     for (shape, size, batch, threads, device), of_shape in shapes.items():
-        for number in sorted({line["num_prompts"] for line in of_shape}):
-            cell = {line["contender"]: line for line in of_shape if line["num_prompts"] == number}
+        for number, run in sorted({(line["num_prompts"], line["run"]) for line in of_shape}):
+            cell = {line["contender"]: line for line in of_shape if line["run"] == run}
             if not {FLOOR, PREPENDED} <= set(cell):
                 continue
             floor, oracle = cell[FLOOR], cell[PREPENDED]
             print(
                 f"\n{shape}, {size} px, batch {batch}, {number} prompts a block, {device}, {threads} threads, median "
-                f"of {floor['rounds']} ({floor['date']})\n\n| | ms a step | / floor | / prepended | images / s | peak "
+                f"of {floor['rounds']} ({run[:10]})\n\n| | ms a step | / floor | / prepended | images / s | peak "
                 "MB | / floor | / prepended | latency ms | / floor | file kB | trainable |\n|" + " --- |" * 12
             )
             for name, line in cell.items():
@@ -307,7 +309,11 @@ def report(path: Path, pictures: Path) -> None:
                 figures += [f"{1000 * latency:.1f}", f"{latency / floor['latency_seconds']:.2f}"]
                 figures += [f"{line['file_bytes'] / 1e3:.0f}", f"{line['trainable_parameters']:,}"]
                 print(f"| {name} | {' | '.join(figures)} |")
-        draw(of_shape, f"{shape}, {size} px, batch {batch}, {device}", pictures / f"cost_{shape}_{device}.png")
+        standard = {line["run"] for line in of_shape if line["contender"] == PAPER}
+        drawn = [line for line in of_shape if line["run"] in standard]
+        title = f"{shape}, {size} px, batch {batch}, {device}, {threads} threads"
+        if drawn:
+            draw(drawn, title, pictures / f"cost_{shape}_{device}_{threads}.png")
 
 
 def draw(lines: list[dict[str, Any]], title: str, path: Path) -> None:
