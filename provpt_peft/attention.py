@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import create_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .backbones import BackboneFamily, resolve
-from .prompts import Observation, PromptBank, moments_of
+from .prompts import KeptKeys, Observation, PromptBank, moments_of
 
 
 IMPLEMENTATION = "provpt"
@@ -117,8 +117,8 @@ class PromptedBlock:
             return None
         state = self._state(adapter, key) if bank.keeps() else None
         kept = bank.kept.get((adapter, self.number)) if state is not None else None
-        if kept is not None and kept[0] == state:
-            return rows, *kept[1]
+        if kept is not None and kept.state == state:
+            return rows, kept.key, kept.value
         prompts = bank.provpt_prompts[adapter][rows, : self.width].unsqueeze(0)  # (1, n, D)
         rate = bank.dropout[adapter] if bank.training else 0.0
         if rate > 0.0:
@@ -133,7 +133,8 @@ class PromptedBlock:
             projection(normed).view(heads).transpose(1, 2).to(key.dtype) for projection in self._projections()
         )
         if state is not None:
-            bank.kept[adapter, self.number] = state, (prompt_key, prompt_value)
+            storages = [tensor.untyped_storage() for tensor in self._sources(adapter)]
+            bank.kept[adapter, self.number] = KeptKeys(state, prompt_key, prompt_value, storages)
         return rows, prompt_key, prompt_value
 
     def _projections(self) -> tuple[nn.Module, nn.Module]:
@@ -145,12 +146,16 @@ class PromptedBlock:
 
         None where these do not tell: for tensors of other libraries, sharded ones and those made in inference mode.
         """
-        modules = (self.norm, *self._projections())
-        tensors = (self.bank.provpt_prompts[adapter], *(p for module in modules for p in module.parameters()))
-        if any(type(t) not in (nn.Parameter, torch.Tensor) or t.is_inference() for t in tensors):
+        sources = self._sources(adapter)
+        if any(type(t) not in (nn.Parameter, torch.Tensor) or t.is_inference() for t in sources):
             return None
         autocast = torch.is_autocast_enabled(key.device.type)
-        return key.dtype, key.device, autocast, *((t.data_ptr(), t._version) for t in tensors)
+        return key.dtype, key.device, autocast, *((t.data_ptr(), t._version) for t in sources)
+
+    def _sources(self, adapter: str) -> tuple[torch.Tensor, ...]:
+        """The tensors that the prompts' keys and values are made of."""
+        modules = (self.norm, *self._projections())
+        return (self.bank.provpt_prompts[adapter], *(p for module in modules for p in module.parameters()))
 
 
 def prompted_attention(

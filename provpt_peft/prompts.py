@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +30,22 @@ def init_bound(patch_size: int | Sequence[int], hidden_size: int) -> float:
     """
     height, width = (patch_size, patch_size) if isinstance(patch_size, int) else patch_size
     return math.sqrt(6.0 / (3 * height * width + hidden_size))
+
+
+@dataclass
+class KeptKeys:
+    """Keys and values of a block's prompts that are kept from one evaluation to the next.
+
+    Args:
+        state: Addresses and versions of all that they depend on.
+        key, value: (1, H, n, d).
+        storages: The memory of what they depend on, so that nothing else gets an address of it.
+    """
+
+    state: tuple[Any, ...]
+    key: torch.Tensor
+    value: torch.Tensor
+    storages: list[torch.UntypedStorage]
 
 
 class PromptBank(nn.Module, BaseTunerLayer):
@@ -63,8 +80,8 @@ class PromptBank(nn.Module, BaseTunerLayer):
         # A tuple hides the module from `nn.Module`, which would make it a child of the bank.
         self._reference = (reference,)
         self._rows: dict[str, list[torch.Tensor | None]] = {}
-        # By adapter and block: the state of all that keys and values of the block's prompts depend on, and these.
-        self.kept: dict[tuple[str, int], tuple[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]]] = {}
+        # By adapter and block.
+        self.kept: dict[tuple[str, int], KeptKeys] = {}
         self.observation: Observation | None = None
         self.register_load_state_dict_post_hook(PromptBank._index_all)
 
@@ -122,6 +139,10 @@ class PromptBank(nn.Module, BaseTunerLayer):
             self.kept.clear()
             return False
         return not self.training
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles begin without what is kept."""
+        return self.__dict__ | {"kept": {}}
 
     def train(self, mode: bool = True) -> PromptBank:
         """Set training mode, and forget keys and values that were kept."""

@@ -4,6 +4,7 @@ The oracle computes them anew: the same pass right after everything that was kep
 """
 
 import contextlib
+import copy
 
 import pytest
 import tiny
@@ -60,6 +61,15 @@ def replace_data(parameter):
     parameter.data = torch.randn_like(parameter)
 
 
+def replace_data_until_the_address_is_the_first_again(model):
+    prompts = model.base_model.prompts()
+    address = prompts.data_ptr()
+    for _ in range(100):
+        prompts.data = torch.randn_like(prompts)
+        if prompts.data_ptr() == address:
+            break
+
+
 def write_behind_the_version(model):
     """As copies of averaged weights are often made, before the call of `eval` that evaluation begins with."""
     model.base_model.prompts().data.normal_()
@@ -107,6 +117,7 @@ def block(model):
 CHANGES = {
     "prompts": lambda model: add_to(model.base_model.prompts()),
     "prompts replaced": lambda model: replace_data(model.base_model.prompts()),
+    "prompts replaced more than once": replace_data_until_the_address_is_the_first_again,
     "prompts behind the version": write_behind_the_version,
     "norm": lambda model: add_to(block(model).norm.bias),
     "key projection": lambda model: add_to(block(model).attention.k_proj.weight),
@@ -140,6 +151,19 @@ def test_an_adapter_that_is_switched_off_and_on_is_still_kept():
             assert not torch.equal(evaluate(model), before)
         assert torch.equal(evaluate(model), before)
         assert passes() == 2
+
+
+def test_copies_keep_nothing():
+    model = prompted()
+    before = evaluate(model)
+    clone = copy.deepcopy(model)
+    assert model.base_model.bank.kept
+    assert not clone.base_model.bank.kept
+    assert torch.equal(evaluate(clone), before)
+    with torch.no_grad():
+        clone.base_model.prompts().normal_()
+    assert torch.equal(evaluate(model), before)
+    assert not torch.equal(evaluate(clone), before)
 
 
 def test_autocast_keeps_its_own():
