@@ -49,6 +49,8 @@ from matplotlib import pyplot as plt
 
 
 METHODS = ("linear", "vpt-deep", "pro-vpt")
+# Images that are kept in memory by default; 1.5 GB at 224 px.
+MOST_KEPT = 10_000
 HERE = Path(__file__).parent
 
 
@@ -71,9 +73,12 @@ class DataArguments:
     validation_share: float = field(
         default=0.2, metadata={"help": "Share of the training images to validate on, where there is no such split."}
     )
-    keep_images: bool = field(
-        default=True,
-        metadata={"help": "Keep resized images in memory, 150 kB each at 224 px. False: resize them in each epoch."},
+    keep_images: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Keep resized training and validation images in memory, 150 kB each at 224 px. Default: up to "
+            f"{MOST_KEPT:,} of them, and where no worker processes load them."
+        },
     )
     max_train_samples: int | None = field(default=None, metadata={"help": "Train on so many images only."})
     max_test_samples: int | None = field(default=None, metadata={"help": "Test on so many images only."})
@@ -286,8 +291,12 @@ def run(
     def accuracy(prediction: Any) -> dict[str, float]:
         return metric.compute(predictions=prediction.predictions.argmax(axis=-1), references=prediction.label_ids)
 
+    keep = data.keep_images
+    if keep is None:
+        count = len(splits["train"]) + len(splits["validation"])
+        keep = count <= MOST_KEPT and training.dataloader_num_workers == 0
     train, validation, test = (
-        ResizedImages(splits[name], processor, data.image_size, data.keep_images)
+        ResizedImages(splits[name], processor, data.image_size, keep=keep and name != "test")
         for name in ("train", "validation", "test")
     )
     callback = RelocationTrainerCallback(RelocationConfig.preset(args.preset, seed=training.seed))

@@ -97,7 +97,8 @@ class PromptedBlock:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """What the block's prompts add to the attention.
 
-        Without gradients and in eval mode keys and values are computed once and kept while nothing changes.
+        Without gradients and in eval mode keys and values are computed once and kept while the tensors that they are
+        made of do not change, see `_state`.
 
         Args:
             images: B.
@@ -142,9 +143,11 @@ class PromptedBlock:
         return resolve(self.block, self.family.key), resolve(self.block, self.family.value)
 
     def _state(self, adapter: str, key: torch.Tensor) -> tuple[Any, ...] | None:
-        """All that the prompts' keys and values depend on, as memory addresses and PyTorch's counts of changes.
+        """What the prompts' keys and values are made of, as memory addresses and PyTorch's counts of changes.
 
-        None where these do not tell: for tensors of other libraries, sharded ones and those made in inference mode.
+        None where these do not tell: for tensors of other libraries and those made in inference mode. What they do
+        not tell anywhere is writing through `.data` or NumPy, other settings of the norm, and hooks on norm or
+        projections: the next call of `train()` or `eval()` makes up for it.
         """
         sources = self._sources(adapter)
         if any(type(t) not in (nn.Parameter, torch.Tensor) or t.is_inference() for t in sources):
@@ -155,7 +158,8 @@ class PromptedBlock:
     def _sources(self, adapter: str) -> tuple[torch.Tensor, ...]:
         """The tensors that the prompts' keys and values are made of."""
         modules = (self.norm, *self._projections())
-        return (self.bank.provpt_prompts[adapter], *(p for module in modules for p in module.parameters()))
+        tensors = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
+        return (self.bank.provpt_prompts[adapter], *tensors)
 
 
 def prompted_attention(

@@ -312,6 +312,7 @@ class ProVPTModel(BaseTuner):
     def _remove_blocks(self) -> None:
         for block in self.blocks:
             block.remove()
+        self.bank.kept.clear()
 
     def _refuse_merging(self, *args: Any, **kwargs: Any) -> Any:
         raise ValueError(

@@ -16,6 +16,7 @@ from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch._dynamo.decorators import mark_unbacked
+from torch.autograd import forward_ad
 
 
 logger = logging.getLogger(__name__)
@@ -115,6 +116,7 @@ class PromptBank(nn.Module, BaseTunerLayer):
         super().delete_adapter(adapter_name)
         self.dropout.pop(adapter_name, None)
         self._rows.pop(adapter_name, None)
+        self.kept.clear()
         if self.observation is not None and self.observation.adapter_name == adapter_name:
             self.observation = None
 
@@ -131,14 +133,19 @@ class PromptBank(nn.Module, BaseTunerLayer):
     def keeps(self) -> bool:
         """Whether keys and values of this forward pass may be kept for the next ones.
 
-        A pass with gradients, after which a step of an optimizer is to be expected, drops those that were.
+        A pass with gradients, after which a step of an optimizer is to be expected, drops those that were. Nothing is
+        kept where passes are recorded or transformed, and in several processes, where FSDP gives changed weights old
+        addresses and versions.
         """
         if torch.compiler.is_compiling():
             return False
         if torch.is_grad_enabled():
             self.kept.clear()
             return False
-        return not self.training
+        captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        transformed = torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return not (self.training or torch.jit.is_tracing() or captured or transformed or distributed)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles begin without what is kept."""

@@ -199,7 +199,8 @@ def test_vtab_and_fgvc_on_a_miniature_copy_of_their_layout(tmp_path, checkpoint,
     for method in methods:
         *search, first, second = (line for line in lines if line["method"] == method)
         assert [line["split"] for line in (*search, first, second)] == ["validation"] * 2 + ["test"] * 2
-        best = max(search, key=lambda line: line["validation_accuracy"])
+        # The lower rate of equals.
+        best = max(search[::-1], key=lambda line: line["validation_accuracy"])
         assert first["base_lr"] == second["base_lr"] == best["base_lr"]
         assert (first["seed"], second["seed"]) == (0, 1)
         # VPT's own batch is 128 below 100 prompts a block, PRO-VPT's is 64.

@@ -31,8 +31,8 @@ def anew(model, inputs=None):
     return evaluate(model, inputs)
 
 
-def prompted(family="vit"):
-    model = tiny.prompted(tiny.make(family)).eval()
+def prompted(family="vit", **settings):
+    model = tiny.prompted(tiny.make(family, **settings)).eval()
     with torch.no_grad():
         model.base_model.prompts().normal_()
     return model
@@ -164,6 +164,62 @@ def test_copies_keep_nothing():
         clone.base_model.prompts().normal_()
     assert torch.equal(evaluate(model), before)
     assert not torch.equal(evaluate(clone), before)
+
+
+def test_a_deleted_adapter_and_an_unloaded_model_leave_nothing():
+    model = prompted()
+    model.add_adapter("other", tiny.ProVPTConfig(num_prompts=3))
+    tuner = model.base_model
+    evaluate(model)
+    assert tuner.bank.kept
+    with pytest.warns(UserWarning, match="Setting active adapter to other"):
+        model.delete_adapter("default")
+    assert not tuner.bank.kept
+    evaluate(model)
+    assert tuner.bank.kept
+    model.unload()
+    assert not tuner.bank.kept
+
+
+class Logits(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixel_values):
+        return self.model(pixel_values=pixel_values).logits
+
+
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit", "ignore::torch.jit.TracerWarning", "ignore:There is a performance drop"
+)
+def test_recorded_and_transformed_passes_keep_nothing():
+    # The fused kernel knows no forward-mode differentiation.
+    model = prompted(attn_implementation="eager")
+    inputs = tiny.images()
+    prompts = model.base_model.prompts()
+    name = next(name for name, parameter in model.named_parameters() if parameter is prompts)
+    expected = evaluate(model)  # something is kept by now
+
+    def logits(vectors):
+        return torch.func.functional_call(model, {name: vectors}, (), {"pixel_values": inputs}).logits
+
+    with torch.no_grad():
+        # Tracing runs the model again to compare graphs, in which the prompts have to be found.
+        traced = torch.jit.trace(Logits(model).eval(), inputs)
+        evaluate(model)
+        prompts.add_(1.0)
+        changed = anew(model)
+        assert not torch.equal(changed, expected)
+        stacked = torch.stack([prompts.detach() - 1.0, prompts.detach()])
+        both = torch.vmap(logits)(stacked)
+        torch.testing.assert_close(both, torch.stack([expected, changed]), atol=1e-5, rtol=1e-5)
+        # The change of the logits along a direction, against a difference quotient.
+        _, tangent = torch.func.jvp(logits, (prompts.detach(),), (torch.ones_like(prompts),))
+        step = 1e-3
+        quotient = (logits(prompts + step) - logits(prompts - step)) / (2 * step)
+        torch.testing.assert_close(tangent, quotient, atol=1e-3, rtol=1e-2)
+        torch.testing.assert_close(traced(inputs), changed, atol=1e-5, rtol=1e-5)
 
 
 def test_autocast_keeps_its_own():

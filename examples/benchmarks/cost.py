@@ -10,7 +10,7 @@ Absolute times depend on the machine: the figures to compare are the ratios to t
 
 The floor is a frozen backbone with a trainable head and a gradient through all blocks. A step with relocation has its
 share of one relocation every `--epoch_images` images. Peak memory is weights, optimizer states and what a step
-allocates on top; on CUDA what the allocator has reserved.
+or a relocation allocates on top; on CUDA what the allocator has reserved.
 """
 
 from __future__ import annotations
@@ -118,24 +118,26 @@ class Contender:
         self.optimizer.zero_grad()
 
     def relocate(self) -> None:
-        assert self.relocator is not None
-        self.relocator.relocate()
+        if self.relocator is not None:
+            self.relocator.relocate()
 
     @torch.no_grad()
     def infer(self) -> None:
         self.forward(pixel_values=self.batch["pixel_values"][:1])
 
     def peak_memory(self) -> int:
-        """Bytes of weights, optimizer states and, at its peak, of what a step allocates."""
+        """Bytes of weights, optimizer states and, at its peak, of what a step and a relocation allocate."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
             self.step()
+            self.relocate()
             return torch.cuda.max_memory_reserved()
         states = [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
         kept = sum(t.nbytes for t in (*self.model.parameters(), *self.model.buffers(), *states))
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             self.step()
+            self.relocate()
         events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
         running = peak = 0
         for event in sorted(events, key=lambda event: event.start_ns()):
@@ -195,8 +197,9 @@ def make_contender(name: str, shape: str, num_prompts: int, args: argparse.Names
         model = prompted(shape, num_prompts, args)
         # `trigger` and `settle`: a prompt moves in each relocation, the costliest case.
         config = RelocationConfig.preset(PRESETS[plain], trigger="always", settle=0.0)
-        score_batches = [make_batch(config.score_images)] if config.score_images else None
-        return Contender(model, batch, device, Relocator(model, config, score_batches=score_batches))
+        # In batches of a step's size.
+        score_batches = [make_batch(args.batch_size) for _ in range(config.score_images // args.batch_size)]
+        return Contender(model, batch, device, Relocator(model, config, score_batches=score_batches or None))
     if plain == FLOOR:
         model = make_base(shape, args.image_size).to(device)
         model.base_model.requires_grad_(False)
@@ -232,13 +235,18 @@ def measure(shape: str, num_prompts: int, args: argparse.Namespace) -> Iterator[
     """The lines of a cell."""
     device = torch.device(args.device)
     run = datetime.now().isoformat(timespec="seconds")
+    # Each alone, so that on CUDA the peak is its own.
+    peaks = {}
+    for name in args.contenders:
+        if not name.endswith(COMPILED):
+            contender = make_contender(name, shape, num_prompts, args)
+            contender.step()  # optimizer states exist from here on
+            peaks[name] = contender.peak_memory()
+            del contender
     found = {name: make_contender(name, shape, num_prompts, args) for name in args.contenders}
     relocated = {name: contender for name, contender in found.items() if contender.relocator is not None}
-    peaks = {}
-    for name, contender in found.items():
-        contender.step()  # warm-up: optimizer states exist from here on
-        if not name.endswith(COMPILED):
-            peaks[name] = contender.peak_memory()
+    for contender in found.values():
+        contender.step()  # warm-up
     steps: dict[str, list[float]] = {name: [] for name in found}
     relocations: dict[str, list[float]] = {name: [] for name in relocated}
     latencies: dict[str, list[float]] = {name: [] for name in found}

@@ -28,15 +28,16 @@ def prepend_prompts(
     """
     handles = []
     for number, block in enumerate(blocks, start=1):
+        rows = (prompt_blocks == number).nonzero()[:, 0]
+        count = len(rows)
 
-        def insert(module, args, kwargs, number=number):  # type: ignore[no-untyped-def]
+        def insert(module, args, kwargs, rows=rows):  # type: ignore[no-untyped-def]
             tokens = args[0]
-            chosen = prompts[prompt_blocks == number].expand(len(tokens), -1, -1)
+            chosen = prompts[rows].expand(len(tokens), -1, -1)
             chosen = F.dropout(chosen, dropout, module.training)
             return (torch.cat([tokens[:, :1], chosen, tokens[:, 1:]], dim=1), *args[1:]), kwargs
 
-        def drop(module, args, output, number=number):  # type: ignore[no-untyped-def]
-            count = int((prompt_blocks == number).sum())
+        def drop(module, args, output, count=count):  # type: ignore[no-untyped-def]
             return torch.cat([output[:, :1], output[:, 1 + count :]], dim=1)
 
         handles.append(block.register_forward_pre_hook(insert, with_kwargs=True))
@@ -61,11 +62,12 @@ def prepend_prompts_in_windows(
     """
     originals = [block.attention.forward for block in blocks]
     for number, block in enumerate(blocks, start=1):
+        rows = (prompt_blocks == number).nonzero()[:, 0]
 
-        def forward(windows, attention_mask=None, number=number, block=block, **kwargs):  # type: ignore[no-untyped-def]
+        def forward(windows, attention_mask=None, rows=rows, block=block, **kwargs):  # type: ignore[no-untyped-def]
             attention = block.attention
-            width, size = windows.shape[-1], windows.shape[1]
-            chosen = block.layernorm_before(prompts[prompt_blocks == number][:, :width])
+            width = windows.shape[-1]
+            chosen = block.layernorm_before(prompts[rows][:, :width])
             count = len(chosen)
             tokens = torch.cat([chosen.expand(len(windows), -1, -1), windows], dim=1)
             heads, head_size = attention.num_attention_heads, width // attention.num_attention_heads
@@ -73,15 +75,13 @@ def prepend_prompts_in_windows(
                 projection(tokens).view(len(tokens), -1, heads, head_size).transpose(1, 2)
                 for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
             )
-            logits = query @ key.transpose(2, 3) / head_size**0.5
-            bias = torch.zeros(len(windows), heads, count + size, count + size)
-            bias[:, :, count:, count:] = attention.relative_position_bias()
+            bias = attention.relative_position_bias()
             if attention_mask is not None:
                 images = len(windows) // len(attention_mask)
-                bias[:, :, count:, count:] += attention_mask.repeat(images, 1, 1).unsqueeze(1)
-            weights = (logits + bias).softmax(dim=-1)
-            output = (weights @ value).transpose(1, 2).flatten(2)
-            return attention.o_proj(output)[:, count:], weights
+                bias = bias + attention_mask.repeat(images, 1, 1).unsqueeze(1)
+            bias = F.pad(bias, (count, 0, count, 0))
+            output = F.scaled_dot_product_attention(query, key, value, attn_mask=bias).transpose(1, 2).flatten(2)
+            return attention.o_proj(output)[:, count:], None
 
         block.attention.forward = forward
 

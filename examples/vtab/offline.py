@@ -37,10 +37,10 @@ GROUPS = {
 LEARNING_RATES = (1e-3, 3e-3)
 
 
-def protocol(args: argparse.Namespace) -> dict[str, int]:
+def protocol(args: argparse.Namespace) -> dict[str, Any]:
     """What all runs of a table have in common."""
     names = ("epochs", "train_images", "validation_images", "image_size", "num_prompts")
-    return {name: getattr(args, name) for name in names}
+    return {"model": str(args.model_name_or_path or "DINOv2-S")} | {name: getattr(args, name) for name in names}
 
 
 def run(method: str, task_name: str, seed: int, learning_rate: float, args: argparse.Namespace) -> dict[str, Any]:

@@ -75,7 +75,8 @@ VTAB: dict[str, dict[str, tuple[int, int, int]]] = {
 FGVC: dict[str, dict[str, tuple[int, int, int]]] = {
     "fgvc": {
         "CUB_200_2011": (200, 5794, 10),
-        "nabirds": (555, 6084, 50),
+        # The paper's table has 6,084 test images here, which is Caltech101's number.
+        "nabirds": (555, 24633, 50),
         "OxfordFlower": (102, 6149, 5),
         "Stanford-cars": (196, 8041, 200),
         "Stanford-dogs": (120, 8580, 100),
@@ -212,14 +213,18 @@ def specification(suite: str, task: str) -> tuple[int, int, int]:
     return next(of[task] for of in SUITES[suite].values() if task in of)
 
 
+def prompts_of(task: str, args: argparse.Namespace) -> int:
+    """Prompts a block: those asked for, or VPT's for the task."""
+    return specification(args.suite, task)[2] if args.num_prompts is None else args.num_prompts
+
+
 def run(
     method: str, task: str, seed: int, base_lr: float, weight_decay: float, final: bool, args: argparse.Namespace
 ) -> dict[str, Any]:
     """Train once and validate, or test if it is a final run. Returns the line; accuracies in percent."""
     search, validation, train, test = load(args.suite, task, args)
-    num_labels, _, num_prompts = specification(args.suite, task)
-    if args.num_prompts is not None:
-        num_prompts = args.num_prompts
+    num_labels = specification(args.suite, task)[0]
+    num_prompts = prompts_of(task, args)
     plain = "vpt-deep" if method == CONSTANT else method
     model = make_model(plain, num_labels, num_prompts, seed, args.model_name_or_path).to(args.device)
     constant = method == CONSTANT or method.startswith("pro-vpt")
@@ -257,50 +262,64 @@ def protocol(args: argparse.Namespace) -> dict[str, Any]:
     """What all runs of a table have in common."""
     return {
         "suite": args.suite,
-        "model": str(args.model_name_or_path),
+        "model": str(args.model_name_or_path or "DINOv2-S"),
+        "any_size": args.any_size,
         "epochs": args.epochs,
         "image_size": args.image_size,
         "normalization": args.normalization,
     }
 
 
-def finished(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The runs in the results file that followed the protocol."""
-    return [line for line in read_lines(args.output) if protocol(args).items() <= line.items()]
+def finished(method: str, task: str, split: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The runs of a method on a task in the results file that followed the protocol."""
+    wanted = {"method": method, "task": task, "split": split, "num_prompts": prompts_of(task, args)} | protocol(args)
+    return [line for line in read_lines(args.output) if wanted.items() <= line.items()]
 
 
-def best_pair(method: str, task: str, lines: list[dict[str, Any]]) -> tuple[float, float]:
-    """Base learning rate and weight decay with the best validation accuracy."""
-    tried = [r for r in lines if (r["method"], r["task"], r["split"]) == (method, task, "validation")]
-    best = max(tried, key=lambda line: line["validation_accuracy"])
-    return best["base_lr"], best["weight_decay"]
+def best_pair(method: str, task: str, args: argparse.Namespace) -> tuple[float, float] | None:
+    """Base learning rate and weight decay of the grid with the best validation accuracy on the first seed, the lower
+    rate of equals. None before the grid is complete."""
+    tried = {
+        (line["base_lr"], line["weight_decay"]): line["validation_accuracy"]
+        for line in finished(method, task, "validation", args)
+        if line["seed"] == args.seeds[0]
+    }
+    grid = sorted((base_lr, decay) for base_lr in args.base_lrs for decay in args.weight_decays)
+    return max(grid, key=lambda pair: tried[pair]) if set(grid) <= set(tried) else None
 
 
 def sweep(method: str, task: str, args: argparse.Namespace) -> None:
     """The search, then the final runs; what is finished is left out."""
-    key = ("method", "task", "seed", "base_lr", "weight_decay", "split")
 
-    def once(*settings: Any) -> None:
-        seed, base_lr, weight_decay, final = settings
-        wanted = (method, task, seed, base_lr, weight_decay, "test" if final else "validation")
-        if wanted not in {tuple(line[name] for name in key) for line in finished(args)}:
+    def once(seed: int, base_lr: float, weight_decay: float, final: bool) -> None:
+        lines = finished(method, task, "test" if final else "validation", args)
+        done = {(line["seed"], line["base_lr"], line["weight_decay"]) for line in lines}
+        if (seed, base_lr, weight_decay) not in done:
             append_lines(args.output, [run(method, task, seed, base_lr, weight_decay, final, args)])
 
     grid = [(base_lr, decay) for base_lr in args.base_lrs for decay in args.weight_decays]
     for base_lr, decay in tqdm(grid, desc=f"{task}, {method}: search"):
         once(args.seeds[0], base_lr, decay, False)
-    pair = best_pair(method, task, finished(args))
+    pair = best_pair(method, task, args)
+    assert pair is not None
     for seed in tqdm(args.seeds, desc=f"{task}, {method}: test"):
         once(seed, *pair, True)
 
 
 def report(args: argparse.Namespace) -> None:
-    """Print the tables of the final runs."""
-    chosen: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for line in finished(args):
-        if line["split"] == "test":
-            chosen.setdefault((line["method"], line["task"]), []).append(line)
-    print_tables(chosen, {group: list(of) for group, of in SUITES[args.suite].items()}, (*METHODS, CONSTANT))
+    """Print the tables of the final runs with the pair that the search chose."""
+    chosen = {
+        (method, task): [
+            line
+            for line in finished(method, task, "test", args)
+            if (line["base_lr"], line["weight_decay"]) == best_pair(method, task, args)
+        ]
+        for method in (*METHODS, CONSTANT)
+        for of in SUITES[args.suite].values()
+        for task in of
+    }
+    groups = {group: list(of) for group, of in SUITES[args.suite].items()}
+    print_tables({key: lines for key, lines in chosen.items() if lines}, groups, (*METHODS, CONSTANT))
 
 
 def main() -> None:
