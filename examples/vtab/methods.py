@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import peft
-import safetensors.torch
 import torch
 import transformers
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import get_peft_model
 
 import provpt_peft
 from provpt_peft import ProVPTConfig, RelocationConfig, Relocator
 
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
-from common import make_base, make_relocator, mean_and_spread
+from common import file_bytes, make_base, make_relocator, mean_and_spread, with_lora
 from tasks import Split
 
 
@@ -42,8 +41,7 @@ def make_model(
         base.base_model.requires_grad_(False)
         return base
     if method == "lora":
-        config = LoraConfig(r=8, target_modules=["q_proj", "v_proj"], modules_to_save=["classifier"])
-        return get_peft_model(base, config)
+        return with_lora(base)
     return get_peft_model(base, ProVPTConfig(num_prompts=num_prompts, modules_to_save=["classifier"]))
 
 
@@ -59,19 +57,21 @@ def make_method_relocator(
 
 def describe(method: str, model: torch.nn.Module, relocator: Relocator | None) -> dict[str, Any]:
     """What a line of the results says of a trained model."""
-    if isinstance(model, PeftModel):
-        tensors = get_peft_model_state_dict(model)
-    else:
-        tensors = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     history = relocator.history if relocator is not None else []
     return {
         "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
-        "file_bytes": len(safetensors.torch.save({name: t.cpu().contiguous() for name, t in tensors.items()})),
+        "file_bytes": file_bytes(model),
         "relocations": sum(record.block not in (None, record.from_block) for record in history),
         "distribution": model.base_model.prompt_distribution() if "vpt" in method else None,
         "date": str(date.today()),
         "versions": {m.__name__: m.__version__ for m in (provpt_peft, peft, transformers, torch)},
     }
+
+
+def best_of_grid(grid: Iterable[Any], accuracies: dict[Any, float]) -> Any | None:
+    """The setting with the best validation accuracy, the lowest one of equals. None before the grid is complete."""
+    grid = sorted(grid)
+    return max(grid, key=accuracies.__getitem__) if set(grid) <= set(accuracies) else None
 
 
 def print_tables(

@@ -25,8 +25,8 @@ from tqdm.auto import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import tasks
-from common import append_lines, fit, read_lines
-from methods import METHODS, describe, make_method_relocator, make_model, print_tables
+from common import append_lines, fit, read_lines, results_parser
+from methods import METHODS, best_of_grid, describe, make_method_relocator, make_model, print_tables
 
 
 GROUPS = {
@@ -49,11 +49,9 @@ def run(method: str, task_name: str, seed: int, learning_rate: float, args: argp
     model = make_model(method, task.num_labels, args.num_prompts, seed, args.model_name_or_path)
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=learning_rate, weight_decay=0.0)
-    steps = args.epochs * -(-len(task.train) // 32)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     relocator = make_method_relocator(method, model, optimizer, task.train, seed)
     start = time.perf_counter()
-    loss = fit(model, optimizer, task.train, args.epochs, seed, relocator, scheduler)
+    loss = fit(model, optimizer, task.train, args.epochs, seed, relocator, cosine=True)
     seconds = time.perf_counter() - start
     return {
         "suite": "offline",
@@ -74,20 +72,17 @@ def run(method: str, task_name: str, seed: int, learning_rate: float, args: argp
 
 def finished(args: argparse.Namespace) -> list[dict[str, Any]]:
     """The runs in the results file that followed the protocol."""
-    return [line for line in read_lines(args.output) if protocol(args).items() <= line.items()]
+    return read_lines(args.output, protocol(args))
 
 
 def chosen_rate(method: str, task: str, lines: list[dict[str, Any]], args: argparse.Namespace) -> float | None:
-    """The learning rate with the best validation accuracy on the first seed, the lower one of equals. None before the
-    grid is complete."""
+    """The learning rate that the first seed's validation accuracies choose, see `best_of_grid`."""
     tried = {
         line["learning_rate"]: line["validation_accuracy"]
         for line in lines
         if (line["method"], line["task"], line["seed"]) == (method, task, args.seeds[0])
     }
-    if not set(args.learning_rates) <= set(tried):
-        return None
-    return max(sorted(args.learning_rates), key=lambda rate: tried[rate])
+    return best_of_grid(args.learning_rates, tried)
 
 
 def missing(seed: int, args: argparse.Namespace) -> list[tuple[str, str, int, float]]:
@@ -115,22 +110,16 @@ def report(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model_name_or_path", help="checkpoint of the backbone (default: the demo's DINOv2-S)")
+    parser = results_parser(
+        __doc__, "offline", checkpoint=True,
+        epochs=15, train_images=800, validation_images=200, image_size=56, num_prompts=5, threads=2,
+    )  # fmt: skip
     parser.add_argument(
         "--methods", nargs="+", default=METHODS[:5], choices=METHODS, help=f"default: {' '.join(METHODS[:5])}"
     )
     parser.add_argument("--tasks", nargs="+", default=list(tasks.TASKS), choices=tasks.TASKS, help="default: all")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="seeds (default: 0 1 2)")
     parser.add_argument("--learning_rates", nargs="+", type=float, default=LEARNING_RATES, help="default: 1e-3 3e-3")
-    parser.add_argument("--epochs", type=int, default=15, help="epochs of a run (default: 15)")
-    parser.add_argument("--train_images", type=int, default=800, help="training images (default: 800)")
-    parser.add_argument("--validation_images", type=int, default=200, help="validation images (default: 200)")
-    parser.add_argument("--image_size", type=int, default=56, help="side of an image in pixels (default: 56)")
-    parser.add_argument("--num_prompts", type=int, default=5, help="prompts in each block (default: 5)")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
-    parser.add_argument("--output", type=Path, default=Path("results/offline.jsonl"), help="the results file")
-    parser.add_argument("--report", action="store_true", help="only print the table")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if not args.report:

@@ -23,6 +23,7 @@ Each training is one line of the results file, so a sweep that was stopped goes 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import sys
@@ -40,8 +41,8 @@ from tqdm.auto import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import tasks
-from common import append_lines, fit, read_lines
-from methods import METHODS, describe, make_method_relocator, make_model, print_tables
+from common import append_lines, fit, read_lines, results_parser
+from methods import METHODS, best_of_grid, describe, make_method_relocator, make_model, print_tables
 
 
 # Classes, test images, and the prompts a block that VPT lists. The names are those of the common folders.
@@ -123,6 +124,10 @@ class FolderSplit:
         self.kept: dict[int, torch.Tensor] = {}
         self.mean, self.std = (torch.tensor(v).view(3, 1, 1) for v in NORMALIZATIONS[args.normalization])
         self.pool = ThreadPoolExecutor(args.workers)
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin with the random crops anew, so that they do not depend on the runs before."""
         self.rng = np.random.default_rng(0)
 
     def __len__(self) -> int:
@@ -208,6 +213,11 @@ def load(suite: str, task: str, args: argparse.Namespace) -> list[FolderSplit]:
     return splits
 
 
+def tasks_of(suite: str) -> list[str]:
+    """The suite's tasks, group by group."""
+    return [task for of in SUITES[suite].values() for task in of]
+
+
 def specification(suite: str, task: str) -> tuple[int, int, int]:
     """Classes, test images, prompts a block."""
     return next(of[task] for of in SUITES[suite].values() if task in of)
@@ -219,27 +229,31 @@ def prompts_of(task: str, args: argparse.Namespace) -> int:
 
 
 def run(
-    method: str, task: str, seed: int, base_lr: float, weight_decay: float, final: bool, args: argparse.Namespace
+    method: str,
+    task: str,
+    seed: int,
+    base_lr: float,
+    weight_decay: float,
+    final: bool,
+    splits: list[FolderSplit],
+    args: argparse.Namespace,
 ) -> dict[str, Any]:
     """Train once and validate, or test if it is a final run. Returns the line; accuracies in percent."""
-    search, validation, train, test = load(args.suite, task, args)
+    split, measured = splits[2:] if final else splits[:2]
+    split.restart()
     num_labels = specification(args.suite, task)[0]
     num_prompts = prompts_of(task, args)
     plain = "vpt-deep" if method == CONSTANT else method
     model = make_model(plain, num_labels, num_prompts, seed, args.model_name_or_path).to(args.device)
     constant = method == CONSTANT or method.startswith("pro-vpt")
     batch_size = 64 if constant or num_prompts >= 100 else 128
-    split = train if final else search
     trainable = [p for p in model.parameters() if p.requires_grad]
     rate = base_lr * batch_size / 256
     optimizer = torch.optim.SGD(trainable, lr=rate, momentum=0.9, weight_decay=weight_decay)
-    steps = args.epochs * -(-len(split) // batch_size)
-    scheduler = None if constant else torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     relocator = make_method_relocator(method, model, optimizer, split, seed)
     start = time.perf_counter()
-    loss = fit(model, optimizer, split, args.epochs, seed, relocator, scheduler, batch_size)
+    loss = fit(model, optimizer, split, args.epochs, seed, relocator, batch_size, cosine=not constant)
     seconds = time.perf_counter() - start
-    measured = test if final else validation
     return {
         **protocol(args),
         "method": method,
@@ -272,32 +286,30 @@ def protocol(args: argparse.Namespace) -> dict[str, Any]:
 
 def finished(method: str, task: str, split: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """The runs of a method on a task in the results file that followed the protocol."""
-    wanted = {"method": method, "task": task, "split": split, "num_prompts": prompts_of(task, args)} | protocol(args)
-    return [line for line in read_lines(args.output) if wanted.items() <= line.items()]
+    wanted = {"method": method, "task": task, "split": split, "num_prompts": prompts_of(task, args)}
+    return read_lines(args.output, wanted | protocol(args))
 
 
 def best_pair(method: str, task: str, args: argparse.Namespace) -> tuple[float, float] | None:
-    """Base learning rate and weight decay of the grid with the best validation accuracy on the first seed, the lower
-    rate of equals. None before the grid is complete."""
+    """Base learning rate and weight decay that the first seed's validation accuracies choose, see `best_of_grid`."""
     tried = {
         (line["base_lr"], line["weight_decay"]): line["validation_accuracy"]
         for line in finished(method, task, "validation", args)
         if line["seed"] == args.seeds[0]
     }
-    grid = sorted((base_lr, decay) for base_lr in args.base_lrs for decay in args.weight_decays)
-    return max(grid, key=lambda pair: tried[pair]) if set(grid) <= set(tried) else None
+    return best_of_grid(itertools.product(args.base_lrs, args.weight_decays), tried)
 
 
-def sweep(method: str, task: str, args: argparse.Namespace) -> None:
+def sweep(method: str, task: str, splits: list[FolderSplit], args: argparse.Namespace) -> None:
     """The search, then the final runs; what is finished is left out."""
 
     def once(seed: int, base_lr: float, weight_decay: float, final: bool) -> None:
         lines = finished(method, task, "test" if final else "validation", args)
         done = {(line["seed"], line["base_lr"], line["weight_decay"]) for line in lines}
         if (seed, base_lr, weight_decay) not in done:
-            append_lines(args.output, [run(method, task, seed, base_lr, weight_decay, final, args)])
+            append_lines(args.output, [run(method, task, seed, base_lr, weight_decay, final, splits, args)])
 
-    grid = [(base_lr, decay) for base_lr in args.base_lrs for decay in args.weight_decays]
+    grid = list(itertools.product(args.base_lrs, args.weight_decays))
     for base_lr, decay in tqdm(grid, desc=f"{task}, {method}: search"):
         once(args.seeds[0], base_lr, decay, False)
     pair = best_pair(method, task, args)
@@ -308,25 +320,20 @@ def sweep(method: str, task: str, args: argparse.Namespace) -> None:
 
 def report(args: argparse.Namespace) -> None:
     """Print the tables of the final runs with the pair that the search chose."""
-    chosen = {
-        (method, task): [
-            line
-            for line in finished(method, task, "test", args)
-            if (line["base_lr"], line["weight_decay"]) == best_pair(method, task, args)
-        ]
-        for method in (*METHODS, CONSTANT)
-        for of in SUITES[args.suite].values()
-        for task in of
-    }
+    chosen = {}
+    for method, task in dict.fromkeys((line["method"], line["task"]) for line in read_lines(args.output)):
+        if task in tasks_of(args.suite):
+            pair = best_pair(method, task, args)
+            lines = finished(method, task, "test", args)
+            chosen[method, task] = [line for line in lines if (line["base_lr"], line["weight_decay"]) == pair]
     groups = {group: list(of) for group, of in SUITES[args.suite].items()}
     print_tables({key: lines for key, lines in chosen.items() if lines}, groups, (*METHODS, CONSTANT))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results_parser(__doc__, "vtab", checkpoint=True, epochs=100, image_size=224)
     parser.add_argument("--suite", choices=SUITES, default="vtab-1k", help="default: vtab-1k")
     parser.add_argument("--root", type=Path, required=True, help="folder of the tasks")
-    parser.add_argument("--model_name_or_path", help="checkpoint of the backbone (default: the demo's DINOv2-S)")
     parser.add_argument(
         "--methods", nargs="+", choices=(*METHODS, CONSTANT), metavar="METHOD",
         default=["full", "linear", "lora", "vpt-deep", CONSTANT, "pro-vpt-paper", "pro-vpt-default"],
@@ -336,29 +343,25 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="seeds (default: 0 1 2)")
     parser.add_argument("--base_lrs", nargs="+", type=float, default=BASE_LRS, help="default: the paper's 10")
     parser.add_argument("--weight_decays", nargs="+", type=float, default=WEIGHT_DECAYS, help="default: the paper's 4")
-    parser.add_argument("--epochs", type=int, default=100, help="epochs of a run (default: 100)")
-    parser.add_argument("--image_size", type=int, default=224, help="side of an image in pixels (default: 224)")
     parser.add_argument("--normalization", choices=NORMALIZATIONS, default="inception", help="default: inception")
     parser.add_argument("--num_prompts", type=int, help="prompts a block (default: VPT's for each task)")
     parser.add_argument("--workers", type=int, default=4, help="threads that read images (default: 4)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     parser.add_argument("--any_size", action="store_true", help="take splits of other sizes than the paper's")
-    parser.add_argument("--output", type=Path, default=Path("results/vtab.jsonl"), help="the results file")
-    parser.add_argument("--report", action="store_true", help="only print the tables")
     args = parser.parse_args()
-    known = [task for of in SUITES[args.suite].values() for task in of]
+    known = tasks_of(args.suite)
     unknown = sorted(set(args.tasks or ()) - set(known))
     if unknown:
         parser.error(f"{args.suite} has no {unknown}, its tasks are {', '.join(known)}")
     if not args.report:
         for task in args.tasks or known:
             try:
-                load(args.suite, task, args)
+                splits = load(args.suite, task, args)
             except MissingTask as reason:
                 print(f"{task} is left out: {reason}.")
                 continue
             for method in args.methods:
-                sweep(method, task, args)
+                sweep(method, task, splits, args)
     report(args)
 
 
