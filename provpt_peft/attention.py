@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.vit.modeling_vit import eager_attention_forward as vit_eager_attention
 
 from .backbones import BackboneFamily, resolve
 from .prompts import KeptKeys, Observation, PromptBank, moments_of
@@ -52,36 +53,69 @@ class PromptedBlock:
         self.number = number
         self.keep_dropout = False
         self.images: int | None = None
-        self.attention = resolve(block, family.attention)
-        self.config = self.attention.config
-        self.attention.config = copy.copy(self.config)
-        # The public setter of `_attn_implementation` writes into sub-configs, which models share.
-        self.attention.config._attn_implementation_internal = IMPLEMENTATION
-        self.attention.provpt_block = self
         self.norm = resolve(block, family.norm)
         self.width = self.norm.weight.shape[-1]
-        # The attention of a windowed family cannot tell images from windows; the norm before it sees images.
-        self._hook = self.norm.register_forward_pre_hook(self._count_images) if family.windowed else None
+        self.attention = resolve(block, family.attention)
+        self.attention.provpt_block = self
+        if family.own_attention is not None:
+            self.attention.forward = self._attend_by_registry
+        else:
+            self.config = self.attention.config
+            self.attention.config = copy.copy(self.config)
+            # The public setter of `_attn_implementation` writes into sub-configs, which models share.
+            self.attention.config._attn_implementation_internal = IMPLEMENTATION
+        # The attention of a windowed family cannot tell images from windows; the block's input is of images. A norm
+        # runs again where a checkpointed block does.
+        sees_images = self.norm if family.norm_first else block
+        self._hook = sees_images.register_forward_pre_hook(self._count_images) if family.windowed else None
 
     def remove(self) -> None:
-        """Take the prompts out of the block and give its attention the original config back."""
-        self.attention.config = self.config
-        self.attention.__dict__.pop("provpt_block", None)
+        """Take the prompts out of the block and make its attention what it was."""
+        del self.attention.provpt_block
+        if self.family.own_attention is not None:
+            del self.attention.forward
+        else:
+            self.attention.config = self.config
         if self._hook is not None:
             self._hook.remove()
 
-    def _count_images(self, norm: nn.Module, args: tuple[Any, ...]) -> None:
+    def _count_images(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self.images = args[0].shape[0]
+
+    def _attend_by_registry(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The `forward` of an attention module that does its own arithmetic, while there are prompts in it.
+
+        Returns:
+            What the module's own `forward` returns: context (B * W, T, D), and the attention weights where asked for.
+        """
+        forward = type(self.attention).forward
+        if self.bank.enabled_adapter is None:
+            return forward(self.attention, *args, **kwargs)
+        assert self.family.own_attention is not None
+        inputs = self.family.own_attention(self.attention, *args, **kwargs)
+        dropout = self.attention.dropout
+        output, weights = prompted_attention(
+            self.attention,
+            inputs.query,
+            inputs.key,
+            inputs.value,
+            inputs.mask,
+            scaling=inputs.scaling,
+            dropout=dropout.p if dropout.training else 0.0,
+            implementation="eager" if inputs.output_attentions else "sdpa",
+        )
+        return output.flatten(2), weights
 
     def attend(
         self, *args: Any, implementation: str | None = None, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Call the attention function that the model's own config names at this moment, or the one given.
 
-        `eager` is in no registry: it stands in the module that the attention's class comes from.
+        `eager` is in no registry: it stands in the module that the attention's class comes from. Where it does not,
+        the attention does its own arithmetic, and ViT's is as good as any.
         """
         implementation = implementation or self.config._attn_implementation
-        eager = getattr(sys.modules[type(self.attention).__module__], "eager_attention_forward", None)
+        eager = getattr(sys.modules[type(self.attention).__module__], "eager_attention_forward", vit_eager_attention)
         function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
         if "flash" not in implementation:
             return function(self.attention, *args, **kwargs)
@@ -111,7 +145,7 @@ class PromptedBlock:
         """
         bank = self.bank
         adapter = bank.enabled_adapter
-        if adapter is None:
+        if adapter is None or adapter in bank.shallow:
             return None
         rows = bank.rows(adapter, self.number)
         if rows is None:
@@ -128,11 +162,14 @@ class PromptedBlock:
             prompts = torch.where(mask.bernoulli_(1 - rate), prompts / (1 - rate), 0.0)
         if observation is not None and observation.score == "taylor":
             prompts = _ObserveVectors.apply(prompts.expand(images, -1, -1), observation.columns(rows))
-        normed = self.norm(prompts.to(self.norm.weight.dtype))
+        prompts = prompts.to(self.norm.weight.dtype)
+        normed = self.norm(prompts) if self.family.norm_first else prompts
         heads = (*normed.shape[:2], key.shape[1], key.shape[3])
         prompt_key, prompt_value = (
             projection(normed).view(heads).transpose(1, 2).to(key.dtype) for projection in self._projections()
         )
+        if self.family.normalize_keys:
+            prompt_key = F.normalize(prompt_key, dim=-1)
         if state is not None:
             storages = [tensor.untyped_storage() for tensor in self._sources(adapter)]
             bank.kept[adapter, self.number] = KeptKeys(state, prompt_key, prompt_value, storages)

@@ -1,12 +1,17 @@
-"""Where blocks, attention, first norm and key / value projections are, per model family."""
+"""Where blocks, attention, first norm and key / value projections are, per model family.
+
+A new family is one entry of `FAMILIES`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from torch import nn
+
+from .own_attention import AttentionInputs, data2vec_vision, maskformer_swin, swin_v2
 
 
 @dataclass(frozen=True)
@@ -18,11 +23,20 @@ class BackboneFamily:
     Args:
         name: Name of the family, for messages.
         block: Class name of the block module. Every module of that class is a block, in forward order.
-        attention: Path of the module that calls transformers' attention registry with its own `config`.
-        norm: Path of the norm that the block's input passes on its way to the attention.
+        attention: Path of the attention module. It calls transformers' attention registry with its own `config`, or
+            has an entry in `own_attention`.
+        norm: Path of a norm of the block's width, the one that the block's input passes on its way to the attention.
         key: Path of the key projection.
         value: Path of the value projection.
         windowed: Whether the attention sees windows of an image (batch times windows) and not whole images.
+        extra_tokens: Whether a block takes more tokens than its image has, as VPT-Shallow needs it: there are no
+            windows, and no masks or biases of the image's size.
+        norm_first: Whether the norm comes before the attention. Where it comes after, prompts are projected as they
+            are.
+        normalize_keys: Whether keys are scaled to length 1 (cosine attention).
+        not_in: Class names of modules whose blocks are of the same class but see no images: text towers, decoders.
+        own_attention: For an attention module that does not call the registry: a function that takes the module and
+            what its `forward` takes, and returns what the registry would be given.
     """
 
     name: str
@@ -32,27 +46,83 @@ class BackboneFamily:
     key: str
     value: str
     windowed: bool = False
+    extra_tokens: bool = True
+    norm_first: bool = True
+    normalize_keys: bool = False
+    not_in: tuple[str, ...] = ()
+    own_attention: Callable[..., AttentionInputs] | None = None
 
 
-def _vit_like(name: str, block: str, norm: str, windowed: bool = False) -> BackboneFamily:
-    return BackboneFamily(name, block, "attention", norm, "attention.k_proj", "attention.v_proj", windowed)
+def _family(
+    name: str,
+    block: str,
+    norm: str,
+    attention: str = "attention",
+    key: str = "k_proj",
+    value: str = "v_proj",
+    **rest: Any,
+) -> BackboneFamily:
+    """An entry whose key and value projections are in the attention module."""
+    return BackboneFamily(name, block, attention, norm, f"{attention}.{key}", f"{attention}.{value}", **rest)
 
+
+def _dual(name: str, prefix: str, **rest: Any) -> BackboneFamily:
+    """The vision tower of a model of images and text, whose text tower has blocks of the same class."""
+    text = tuple(f"{prefix}Text{suffix}" for suffix in ("Model", "ModelWithProjection", "Transformer"))
+    return _family(name, f"{prefix}EncoderLayer", "layer_norm1", "self_attn", not_in=text, **rest)
+
+
+_OLD_NAMES: dict[str, Any] = {"key": "key", "value": "value"}
+_BIASED: dict[str, Any] = {"extra_tokens": False}
+_WINDOWED: dict[str, Any] = {"windowed": True, "extra_tokens": False}
 
 FAMILIES: tuple[BackboneFamily, ...] = (
-    _vit_like("ViT", "ViTLayer", "layernorm_before"),
-    _vit_like("DeiT", "DeiTLayer", "layernorm_before"),
-    _vit_like("DINOv2", "Dinov2Layer", "norm1"),
-    _vit_like("DINOv2 with registers", "Dinov2WithRegistersLayer", "norm1"),
-    _vit_like("Swin", "SwinLayer", "layernorm_before", windowed=True),
+    _family("ViT", "ViTLayer", "layernorm_before"),
+    _family("DeiT", "DeiTLayer", "layernorm_before"),
+    _family("MAE", "ViTMAELayer", "layernorm_before", not_in=("ViTMAEDecoder",)),
+    _family("MSN", "ViTMSNLayer", "layernorm_before"),
+    _family("I-JEPA", "IJepaLayer", "layernorm_before"),
+    _family("DINOv2", "Dinov2Layer", "norm1"),
+    _family("DINOv2 with registers", "Dinov2WithRegistersLayer", "norm1"),
     # transformers 5.9 named the projections of DINOv2 differently.
-    *(
-        BackboneFamily(
-            name, block, "attention.attention", "norm1", "attention.attention.key", "attention.attention.value"
-        )
-        for name, block in (
-            ("DINOv2", "Dinov2Layer"),
-            ("DINOv2 with registers", "Dinov2WithRegistersLayer"),
-        )
+    _family("DINOv2", "Dinov2Layer", "norm1", "attention.attention", **_OLD_NAMES),
+    _family("DINOv2 with registers", "Dinov2WithRegistersLayer", "norm1", "attention.attention", **_OLD_NAMES),
+    # Rotary positions are applied before the registry is called: prompts have none.
+    _family("DINOv3", "DINOv3ViTLayer", "norm1"),
+    _dual("CLIP", "CLIP"),
+    _dual("SigLIP", "Siglip"),
+    _dual("SigLIP 2", "Siglip2", **_BIASED),
+    _family("BEiT", "BeitLayer", "layernorm_before", **_BIASED),
+    _family(
+        "Data2Vec-Vision",
+        "Data2VecVisionLayer",
+        "layernorm_before",
+        "attention.attention",
+        own_attention=data2vec_vision,
+        **_OLD_NAMES,
+        **_BIASED,
+    ),
+    _family("DPT", "DPTViTLayer", "layernorm_before", "attention.attention", **_OLD_NAMES, **_BIASED),
+    _family("Swin", "SwinLayer", "layernorm_before", **_WINDOWED),
+    _family(
+        "Swin V2",
+        "Swinv2Layer",
+        "layernorm_before",
+        "attention.self",
+        norm_first=False,
+        normalize_keys=True,
+        own_attention=swin_v2,
+        **_OLD_NAMES,
+        **_WINDOWED,
+    ),
+    _family(
+        "MaskFormer's Swin",
+        "MaskFormerSwinLayer",
+        "layernorm_before",
+        "attention.self",
+        own_attention=maskformer_swin,
+        **_OLD_NAMES,
+        **_WINDOWED,
     ),
 )
 
@@ -75,7 +145,7 @@ def _has_all_parts(block: nn.Module, family: BackboneFamily) -> bool:
     return all(resolve(block, path) is not None for path in (family.attention, family.norm, family.key, family.value))
 
 
-def find_blocks(model: nn.Module, description: dict | None = None) -> list[tuple[str, nn.Module, BackboneFamily]]:
+def find_blocks(model: nn.Module, description: dict | None = None) -> list[tuple[nn.Module, BackboneFamily]]:
     """The transformer blocks of a model in forward order, wherever in it they are.
 
     Args:
@@ -84,7 +154,7 @@ def find_blocks(model: nn.Module, description: dict | None = None) -> list[tuple
             Without it the known families are tried.
 
     Returns:
-        One `(name, block, family)` for each block; the name is the block's path in the model.
+        The blocks, and the family of each.
 
     Raises:
         ValueError: If there is no block to be found, or if a described block lacks one of its parts.
@@ -114,14 +184,16 @@ def find_blocks(model: nn.Module, description: dict | None = None) -> list[tuple
     )
 
 
-def _matches(
-    model: nn.Module, families: tuple[BackboneFamily, ...]
-) -> Iterator[tuple[str, nn.Module, BackboneFamily]]:
+def _matches(model: nn.Module, families: tuple[BackboneFamily, ...]) -> Iterator[tuple[nn.Module, BackboneFamily]]:
+    class_of: dict[str, str] = {}
     for name, module in model.named_modules():
-        class_name = type(module).__name__
+        class_of[name] = class_name = type(module).__name__
         for family in families:
             if class_name == family.block and _has_all_parts(module, family):
-                yield name, module, family
+                parts = name.split(".")
+                ancestors = {class_of[".".join(parts[:depth])] for depth in range(len(parts))}
+                if ancestors.isdisjoint(family.not_in):
+                    yield module, family
                 break
 
 
@@ -131,11 +203,12 @@ def check_description(description: dict) -> None:
     Raises:
         ValueError: If keys are missing or unknown.
     """
-    names = {field.name for field in fields(BackboneFamily)}
-    required = names - {"name", "windowed"}
-    missing, unknown = sorted(required - set(description)), sorted(set(description) - names)
+    # A function cannot be saved with the adapter.
+    names = {field.name: field.default is MISSING for field in fields(BackboneFamily) if field.name != "own_attention"}
+    required = {name for name, has_no_default in names.items() if has_no_default and name != "name"}
+    missing, unknown = sorted(required - set(description)), sorted(set(description) - set(names))
     if missing or unknown:
         raise ValueError(
-            f"`backbone` needs the keys {sorted(required)} (and may have 'name' and 'windowed'), "
+            f"`backbone` needs the keys {sorted(required)} (and may have {sorted(set(names) - required)}), "
             f"but missing: {missing}, unknown: {unknown}. {_DESCRIBE_YOUR_OWN}"
         )

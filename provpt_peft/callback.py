@@ -9,11 +9,11 @@ import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, ExportableState
 from transformers.trainer_utils import SaveStrategy
 
@@ -22,6 +22,8 @@ from .relocation.parallel import refuse_wrapper
 
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class RelocationTrainerCallback(TrainerCallback, ExportableState):
@@ -34,7 +36,8 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
         config: When, which and where to; a dict of the same settings is accepted as well.
         score_dataset: Images to measure scores and losses on, for example a held-out part of the training images. By
             default `score_images` of the config is the number of training images that are taken.
-        compute_loss: The mean loss of the model on a batch of them; by default `model(**batch).loss`.
+        compute_loss: The mean loss of the model on a batch of them; by default the Trainer's own, with its
+            `compute_loss_func`, label smoothing or whatever a subclass does.
 
     Raises:
         ValueError: When training begins, if the model has no PROVPT adapter, if the Trainer uses `nn.DataParallel`,
@@ -96,10 +99,15 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
                 "`restore_callback_states_from_checkpoint=True` makes the callback anew without. Turn it off and pass "
                 "the callback as before: its state is restored either way."
             )
-        self.relocator = Relocator(
-            model, self.config, optimizer, self._score_batches(args, train_dataloader), self.compute_loss
-        )
-        self._handler = _calling_handler()
+        self._handler = _caller(CallbackHandler)
+        compute_loss, trainer = self.compute_loss, _caller(Trainer)
+        if compute_loss is None and trainer is not None:
+            # It takes the labels out of the batch.
+            def compute_loss(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+                return trainer.compute_loss(model, dict(batch))
+
+        batches = self._score_batches(args, train_dataloader)
+        self.relocator = Relocator(model, self.config, optimizer, batches, compute_loss)
         self._last_logged_step = state.global_step
         self._inside_epoch = False
         self._due = False
@@ -247,12 +255,13 @@ def _refuse_wrappers(args: TrainingArguments) -> None:
         refuse_wrapper("DataParallel")
 
 
-def _calling_handler() -> CallbackHandler | None:
-    """The Trainer's callback handler that is calling us. No event passes it, so it is found on the call stack."""
+def _caller(kind: type[T]) -> T | None:
+    """The Trainer that is calling us, or its callback handler. No event passes them, so they are found on the call
+    stack."""
     frame = inspect.currentframe()
     while frame is not None:
         caller = frame.f_locals.get("self")
-        if isinstance(caller, CallbackHandler):
+        if isinstance(caller, kind):
             return caller
         frame = frame.f_back
     return None

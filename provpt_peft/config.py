@@ -30,8 +30,12 @@ class ProVPTConfig(PeftConfig):
             Dropout on the entries of the prompts, independently for each image, in training only (Tab. i of the paper,
             "drop rate"). In [0, 1).
         backbone_dropout (`bool`, defaults to False):
-            Whether dropout, attention dropout and drop path of the frozen backbone stay on in training. VPT trains
-            with a deterministic backbone.
+            Whether dropout, attention dropout, drop path and other randomness of the frozen backbone stay on in
+            training. VPT trains with a deterministic backbone.
+        shallow (`bool`, defaults to False):
+            VPT-Shallow: `num_prompts` prompts in all, which enter the first block as tokens, travel through all blocks
+            and are dropped after the last. They do not move. For vision transformers without windows and without masks
+            or biases of the image's size. Hidden states between the blocks hold the prompts' tokens in front.
         modules_to_save (`list[str]`, *optional*):
             Modules that are trained in full and saved with the adapter, usually the new head: `["classifier"]`.
         backbone (`dict`, *optional*):
@@ -58,6 +62,9 @@ class ProVPTConfig(PeftConfig):
     backbone_dropout: bool = field(
         default=False,
         metadata={"help": "Whether the frozen backbone keeps its own dropout and drop path in training."},
+    )
+    shallow: bool = field(
+        default=False, metadata={"help": "VPT-Shallow: prompts enter the first block as tokens and do not move."}
     )
     modules_to_save: list[str] | None = field(
         default=None, metadata={"help": "Modules to train and save with the adapter, usually the head."}
@@ -92,6 +99,11 @@ class ProVPTConfig(PeftConfig):
             raise ValueError(
                 f"`prompt_dropout` must be in [0, 1), got {self.prompt_dropout}. Use 0.0 to switch it off."
             )
+        if self.shallow and (isinstance(self.num_prompts, list) or self.reserve):
+            raise ValueError(
+                "With `shallow=True` all prompts enter at the first block and none move, so `num_prompts` must be one "
+                f"number and `reserve` 0, got {self.num_prompts!r} and {self.reserve}. Give the number of prompts."
+            )
         if self.backbone is not None:
             check_description(self.backbone)
         if self.id2label is not None:
@@ -119,7 +131,8 @@ class ProVPTConfig(PeftConfig):
             ValueError: If `num_prompts` is a list whose length is not `num_blocks`.
         """
         if isinstance(self.num_prompts, int):
-            return [self.num_prompts] * num_blocks
+            first, *others = [self.num_prompts] * num_blocks
+            return [first, *(0 if self.shallow else count for count in others)]
         if len(self.num_prompts) != num_blocks:
             raise ValueError(
                 f"`num_prompts` as a list must have one number for each of the model's {num_blocks} blocks, got "

@@ -11,12 +11,15 @@ from peft.tuners import tuners_utils
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils import AuxiliaryTrainingWrapper
 from torch import nn
+from transformers.backbone_utils import BackboneMixin
 
 from .attention import PromptedBlock
-from .backbones import find_blocks, resolve
+from .backbones import BackboneFamily, find_blocks, resolve
+from .checkpointing import CheckpointInputs
 from .config import ProVPTConfig
 from .prompts import PromptBank, init_bound
 from .registration import PREFIX
+from .shallow import ShallowPrompts
 
 
 # Patch size for the bound of the initialisation where a backbone's config has none.
@@ -126,15 +129,16 @@ class ProVPTModel(BaseTuner):
         if first:
             _check_unadapted(model)
         self._check_adapter(model, adapter_name, config)
-        found = find_blocks(model, config.backbone) if first else None
-        num_blocks = len(found) if found is not None else self.num_blocks
-        distribution = config.start_distribution(num_blocks)
+        found = find_blocks(model, config.backbone) if first else [(b.block, b.family) for b in self.blocks]
+        distribution = config.start_distribution(len(found))
+        if config.shallow:
+            _check_shallow(model, *found[0])
 
         trainable = {} if first else {p: p.requires_grad for p in self.parameters()}
-        if found is not None:
+        if first:
             self._install(model, found)
         config.remember_labels(model)
-        self.bank.add_adapter(adapter_name, distribution, config.reserve, config.prompt_dropout)
+        self.bank.add_adapter(adapter_name, distribution, config.reserve, config.prompt_dropout, config.shallow)
         try:
             super().inject_adapter(model, adapter_name, *args, **kwargs)
         except Exception:
@@ -167,17 +171,19 @@ class ProVPTModel(BaseTuner):
                 f"{others[0].backbone}. Use the first adapter's description."
             )
 
-    def _install(self, model: nn.Module, found: Sequence[tuple[str, nn.Module, Any]]) -> None:
+    def _install(self, model: nn.Module, found: Sequence[tuple[nn.Module, BackboneFamily]]) -> None:
         """Make the bank and hook it into the blocks."""
-        norms = [resolve(block, family.norm) for _, block, family in found]
+        norms = [resolve(block, family.norm) for block, family in found]
         widths = [norm.weight.shape[-1] for norm in norms]
-        attention_config = resolve(found[0][1], found[0][2].attention).config
-        patch_size = getattr(attention_config, "patch_size", _DEFAULT_PATCH_SIZE)
+        configs = [getattr(module, "config", None) for module in _around(model, found[0][0])]
+        patch_size = next((c.patch_size for c in reversed(configs) if hasattr(c, "patch_size")), _DEFAULT_PATCH_SIZE)
         self.bank = PromptBank(widths, init_bound(patch_size, max(widths)), reference=norms[0])
         self.bank.train(model.training)
         self.blocks = [
-            PromptedBlock(block, family, self.bank, number) for number, (_, block, family) in enumerate(found, start=1)
+            PromptedBlock(block, family, self.bank, number) for number, (block, family) in enumerate(found, start=1)
         ]
+        self.shallow = ShallowPrompts(self.blocks[0].block, self.blocks[-1].block, self.bank)
+        self._checkpointing = CheckpointInputs(_around(model, found[0][0]), self.bank)
 
     def _create_and_replace(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("PROVPT replaces no modules.")  # pragma: no cover, abstract in `BaseTuner`
@@ -199,7 +205,7 @@ class ProVPTModel(BaseTuner):
         keep = adapter is None or self.peft_config[adapter].backbone_dropout
         for block in self.blocks:
             block.keep_dropout = keep
-        for parent, dropout in _dropout_modules(self.model):
+        for parent, dropout in _random_modules(self.model):
             dropout.training = parent.training and keep
 
     # ---- adapters: PEFT's own functions walk the wrapped model only, the bank is on the tuner -----------------------
@@ -305,13 +311,15 @@ class ProVPTModel(BaseTuner):
         As in PEFT, modules of `modules_to_save` are the active adapter's, and what was frozen stays frozen.
         """
         self._remove_blocks()
-        for parent, dropout in _dropout_modules(self.model):
+        for parent, dropout in _random_modules(self.model):
             dropout.training = parent.training
         return super().unload()
 
     def _remove_blocks(self) -> None:
         for block in self.blocks:
             block.remove()
+        self.shallow.remove()
+        self._checkpointing.remove()
         self.bank.kept.clear()
 
     def _refuse_merging(self, *args: Any, **kwargs: Any) -> Any:
@@ -323,6 +331,23 @@ class ProVPTModel(BaseTuner):
     merge_and_unload = _refuse_merging
     merge_adapter = _refuse_merging
     unmerge_adapter = _refuse_merging
+
+
+def _around(model: nn.Module, block: nn.Module) -> list[nn.Module]:
+    """The modules that a block is in, from the model itself to the block."""
+    return [module for module in model.modules() if any(part is block for part in module.modules())]
+
+
+def _check_shallow(model: nn.Module, block: nn.Module, family: BackboneFamily) -> None:
+    """A token more has to be the same to every block, and no inner block's output may be wanted as a feature map."""
+    feature_maps = [type(m).__name__ for m in _around(model, block) if isinstance(m, BackboneMixin)]
+    if not family.extra_tokens or feature_maps:
+        reason = f"feature maps of {feature_maps[0]}" if feature_maps else f"blocks of {family.name}"
+        raise ValueError(
+            "`shallow=True` needs blocks that take more tokens than the image has, without windows, masks or biases "
+            f"of the image's size, and without feature maps of inner blocks, got {reason}. Leave `shallow` out: deep "
+            "prompts fit every backbone."
+        )
 
 
 def _check_unadapted(model: nn.Module) -> None:
@@ -348,11 +373,14 @@ def _names_in_paths(model: nn.Module) -> set[str]:
     return names
 
 
-def _dropout_modules(parent: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """Parents and their dropout and drop-path modules, except in modules that are trained themselves."""
+# What draws random numbers in training; DINOv3 scales its rotary positions at random.
+_RANDOM_IN_TRAINING = ("Dropout", "DropPath", "RopePositionEmbedding")
+
+
+def _random_modules(parent: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Parents and their modules that are random in training, except in modules that are trained themselves."""
     for child in parent.children():
-        name = type(child).__name__
-        if "Dropout" in name or "DropPath" in name:
+        if any(name in type(child).__name__ for name in _RANDOM_IN_TRAINING):
             yield parent, child
         elif not isinstance(child, AuxiliaryTrainingWrapper):
-            yield from _dropout_modules(child)
+            yield from _random_modules(child)

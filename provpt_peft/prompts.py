@@ -78,6 +78,8 @@ class PromptBank(nn.Module, BaseTunerLayer):
         self.provpt_prompts = nn.ParameterDict()
         self.provpt_prompt_blocks = BufferDict(persistent=True)
         self.dropout: dict[str, float] = {}
+        # Names of the adapters whose prompts enter at the first block only, as tokens.
+        self.shallow: set[str] = set()
         # A tuple hides the module from `nn.Module`, which would make it a child of the bank.
         self._reference = (reference,)
         self._rows: dict[str, list[torch.Tensor | None]] = {}
@@ -91,7 +93,14 @@ class PromptBank(nn.Module, BaseTunerLayer):
         """L, the number of blocks."""
         return len(self.widths)
 
-    def add_adapter(self, adapter_name: str, distribution: Sequence[int], reserve: int, dropout: float) -> None:
+    def add_adapter(
+        self,
+        adapter_name: str,
+        distribution: Sequence[int],
+        reserve: int = 0,
+        dropout: float = 0.0,
+        shallow: bool = False,
+    ) -> None:
         """Make the prompts of a new adapter.
 
         Args:
@@ -99,22 +108,26 @@ class PromptBank(nn.Module, BaseTunerLayer):
             distribution: Prompts in each of the L blocks.
             reserve: Prompts beyond those, in no block. They are the last rows.
             dropout: Dropout on the prompts in training.
+            shallow: Whether the prompts enter as tokens at the first block, where all of them are and stay.
         """
         device, dtype = self._device_and_dtype()
-        blocks = torch.repeat_interleave(torch.arange(1, self.num_blocks + 1), torch.tensor(distribution))
-        blocks = torch.cat([blocks, torch.zeros(reserve, dtype=torch.int64)])  # (N,)
+        start = [block for block, count in enumerate(distribution, start=1) for _ in range(count)] + [0] * reserve
+        blocks = torch.tensor(start, dtype=torch.int64)  # (N,)
         prompts = torch.empty(len(blocks), max(self.widths), device=device, dtype=dtype).uniform_(
             -self.bound, self.bound
         )
         self.provpt_prompts[adapter_name] = nn.Parameter(prompts)
         self.provpt_prompt_blocks[adapter_name] = blocks.to(device)
         self.dropout[adapter_name] = dropout
+        if shallow:
+            self.shallow.add(adapter_name)
         self._index(adapter_name)
 
     def delete_adapter(self, adapter_name: str) -> None:
         """Remove an adapter's prompts; the next adapter becomes active if this one was."""
         super().delete_adapter(adapter_name)
         self.dropout.pop(adapter_name, None)
+        self.shallow.discard(adapter_name)
         self._rows.pop(adapter_name, None)
         self.kept.clear()
         if self.observation is not None and self.observation.adapter_name == adapter_name:
@@ -188,7 +201,7 @@ class PromptBank(nn.Module, BaseTunerLayer):
 
         Raises:
             IndexError: If there is no such prompt.
-            ValueError: If there is no such block.
+            ValueError: If there is no such block, or if the adapter is shallow.
         """
         buffer = self.provpt_prompt_blocks[adapter_name]
         if not 0 <= prompt < len(buffer):
@@ -200,6 +213,11 @@ class PromptBank(nn.Module, BaseTunerLayer):
                 f"`block` must be in 0 … {self.num_blocks}, got {block}. Blocks are counted from 1; "
                 "0 leaves the prompt undistributed."
             )
+        if adapter_name in self.shallow:
+            raise ValueError(
+                f"Prompts of VPT-Shallow stay at the first block, so prompt {prompt} of {adapter_name!r} cannot move "
+                f"to block {block}. Make the adapter with `shallow=False` to relocate its prompts."
+            )
         buffer[prompt] = block
         self._index(adapter_name)
 
@@ -209,7 +227,7 @@ class PromptBank(nn.Module, BaseTunerLayer):
         Args:
             adapter_name: Name of the adapter, which the bank has already.
             prompts: Should be floating point of the bank's own shape, (N, D).
-            blocks: Should be int64 of shape (N,), each in 0 … L.
+            blocks: Should be int64 of shape (N,), each in 0 … L, and 1 for a shallow adapter.
 
         Raises:
             ValueError: If they are not.
@@ -231,10 +249,10 @@ class PromptBank(nn.Module, BaseTunerLayer):
                 f"The prompts' blocks must be int64 of shape {shape[:1]}, got {blocks.dtype} of shape "
                 f"{tuple(blocks.shape)}. {made_for}"
             )
-        if blocks.min() < 0 or blocks.max() > self.num_blocks:
+        first, last = (1, 1) if adapter_name in self.shallow else (0, self.num_blocks)
+        if blocks.min() < first or blocks.max() > last:
             raise ValueError(
-                f"The prompts' blocks must be in 0 … {self.num_blocks}, got {blocks.min()} … {blocks.max()}. "
-                f"{made_for}"
+                f"The prompts' blocks must be in {first} … {last}, got {blocks.min()} … {blocks.max()}. {made_for}"
             )
 
     def _device_and_dtype(self) -> tuple[torch.device, torch.dtype]:

@@ -5,6 +5,7 @@ import copy
 import pytest
 import tiny
 import torch
+from oracles import prepend
 from prepended import prepend_prompts, prepend_prompts_in_windows
 
 
@@ -16,7 +17,7 @@ def run(model, inputs, prompts):
         for block in tiny.blocks(model)
     ]
     prompts.grad = None
-    result = model(pixel_values=inputs, labels=tiny.labels(len(inputs)))
+    result = model(**inputs, labels=tiny.labels(len(inputs["pixel_values"])))
     result.loss.backward()
     for handle in record:
         handle.remove()
@@ -39,9 +40,11 @@ def distributions(num_blocks):
     return {"uniform": [3] * num_blocks, "uneven": uneven, "empty": with_empty}
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("family", "implementation"),
+    [(f, i) for f in tiny.ALL_FAMILIES for i in ("sdpa", "eager") if i == "eager" or f not in tiny.EAGER_ONLY],
+)
 @pytest.mark.parametrize("distribution", ["uniform", "uneven", "empty"])
-@pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_same_function_as_prepended_tokens(family, distribution, implementation):
     base = tiny.make(family, attn_implementation=implementation)
     plain = copy.deepcopy(base)
@@ -50,15 +53,14 @@ def test_same_function_as_prepended_tokens(family, distribution, implementation)
     model = tiny.prompted(base, num_prompts=distributions(len(blocks))[distribution])
     tuner = model.base_model
     oracle_prompts = tuner.prompts().detach().clone().requires_grad_()
-    prepend = prepend_prompts_in_windows if family == "swin" else prepend_prompts
 
     moves = [None, (0, len(blocks)), (2, 2), (len(oracle_prompts) - 1, 1), (1, 0)]
     for move in moves:
         if move is not None:
             tuner.move_prompt(*move)
-        undo = prepend(blocks, oracle_prompts, tuner.prompt_blocks())
-        ours = run(model, tiny.images(), tuner.prompts())
-        oracle = run(plain, tiny.images(), oracle_prompts)
+        undo = prepend(family, blocks, oracle_prompts, tuner.prompt_blocks())
+        ours = run(model, tiny.inputs(family), tuner.prompts())
+        oracle = run(plain, tiny.inputs(family), oracle_prompts)
         undo()
         assert_same(ours, oracle)
 
@@ -72,8 +74,9 @@ def test_padded_sizes_of_swin(size):
     tuner = model.base_model
     oracle_prompts = tuner.prompts().detach().clone().requires_grad_()
     undo = prepend_prompts_in_windows(tiny.blocks(plain), oracle_prompts, tuner.prompt_blocks())
-    ours = run(model, tiny.images(size=size), tuner.prompts())
-    oracle = run(plain, tiny.images(size=size), oracle_prompts)
+    inputs = dict(pixel_values=tiny.images(size=size))
+    ours = run(model, inputs, tuner.prompts())
+    oracle = run(plain, inputs, oracle_prompts)
     undo()
     assert_same(ours, oracle)
 
@@ -86,7 +89,7 @@ def test_dropout_is_that_of_prepended_tokens_and_stores_a_boolean_mask():
     tuner = model.base_model
     oracle_prompts = tuner.prompts().detach().clone().requires_grad_()
     prepend_prompts(tiny.blocks(plain.train()), oracle_prompts, tuner.prompt_blocks(), dropout=0.5)
-    inputs = tiny.images(5)
+    inputs = dict(pixel_values=tiny.images(5))
     saved = []
     # Both draw the mask of one block after the other, one number for each entry of each image's prompts.
     torch.manual_seed(3)

@@ -1,3 +1,6 @@
+import math
+
+import backbones_table
 import pytest
 import tiny
 import torch
@@ -5,7 +8,8 @@ import transformers
 from peft import get_peft_model
 from torch import nn
 
-from provpt_peft import ProVPTConfig
+from provpt_peft import ProVPTConfig, RelocationConfig, Relocator, backbones
+from provpt_peft.backbones import FAMILIES, BackboneFamily
 
 
 @pytest.mark.parametrize(
@@ -26,6 +30,42 @@ def test_swin_prompt_uses_the_first_entries_of_its_row():
     for row, width in zip(tuner.prompts().grad, tuner.bank.widths, strict=True):
         assert (row[:width] != 0).all()
         assert (row[width:] == 0).all()
+
+
+@pytest.mark.parametrize("family", tiny.ALL_FAMILIES)
+def test_scores_moves_and_a_step_of_training(family):
+    model = tiny.prompted(tiny.make(family)).train()
+    tuner = model.base_model
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    config = RelocationConfig(idleness="gate", trigger="always", warmup_epochs=1, score_images=0, settle=0.0, seed=0)
+    relocator = Relocator(model, config, optimizer)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for _ in range(2):
+        relocator.relocate()
+        loss = model(**tiny.inputs(family), labels=tiny.labels()).loss
+        loss.backward()
+        relocator.record_step(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    (move,) = relocator.relocate()
+    assert int(tuner.prompt_blocks()[move.prompt]) == move.block
+    assert sum(tuner.prompt_distribution()) == 3 * tuner.num_blocks
+    assert math.isfinite(move.idleness)
+    assert move.idleness != 0
+    changed = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    assert changed == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert all("provpt" in name or "modules_to_save" in name for name in changed)
+
+
+def test_every_entry_is_tested():
+    models = {tiny.make(family) for family in tiny.ALL_FAMILIES}
+    classes = {type(module).__name__ for model in models for module in model.modules()}
+    assert {family.block for family in FAMILIES} <= classes
+
+
+def test_the_table_in_the_docs_is_that_of_the_registry():
+    text = (tiny.FOLDER.parent / "docs" / "backbones.md").read_text()
+    assert backbones_table.table() in text
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -68,12 +108,171 @@ def test_backbone_inside_a_segmentation_model(backbone):
             assert torch.equal(model(pixel_values=tiny.images()).logits, plain)
 
 
+# ---- models with other parts ----------------------------------------------------------------------------------------
+
+
+def dual(prefix):
+    torch.manual_seed(0)
+    tower = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    vision = tower | (dict(num_patches=16, patch_size=8) if prefix == "Siglip2" else dict(image_size=32, patch_size=8))
+    text = tower | dict(vocab_size=99, max_position_embeddings=16, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    config = getattr(transformers, f"{prefix}Config")(text_config=text, vision_config=vision, projection_dim=32)
+    return getattr(transformers, f"{prefix}Model")(config).eval()
+
+
+@pytest.mark.parametrize("prefix", ["CLIP", "Siglip", "Siglip2"])
+def test_only_the_vision_side_of_a_dual_model(prefix):
+    base = dual(prefix)
+    inputs = tiny.inputs(prefix.lower()) | dict(input_ids=torch.tensor([[1, 5, 6, 2], [1, 7, 8, 2]]))
+    plain = base(**inputs)
+    model = get_peft_model(base, ProVPTConfig(num_prompts=2))
+    assert model.base_model.prompt_distribution() == [2, 2]
+    prompted = model(**inputs)
+    assert torch.equal(prompted.text_embeds, plain.text_embeds)
+    assert not torch.allclose(prompted.image_embeds, plain.image_embeds)
+    text = getattr(transformers, f"{prefix}TextModel")(base.config.text_config)
+    with pytest.raises(ValueError, match=f"found none in {prefix}TextModel"):
+        get_peft_model(text, ProVPTConfig())
+
+
+def test_only_the_encoder_of_mae_and_not_its_decoder():
+    config = transformers.ViTMAEConfig(
+        **tiny.settings_of("mae"), decoder_hidden_size=16, decoder_num_hidden_layers=2, decoder_num_attention_heads=2,
+        decoder_intermediate_size=32,
+    )  # fmt: skip
+    model = get_peft_model(transformers.ViTMAEForPreTraining(config), ProVPTConfig(num_prompts=2))
+    assert model.base_model.prompt_distribution() == [2, 2, 2, 2]
+    model(**tiny.inputs("mae")).loss.backward()
+    assert (model.base_model.prompts().grad != 0).any(dim=1).all()
+
+
+def test_mae_weights_in_a_vit_with_mean_pooling(tmp_path):
+    """What leaves the ViT has the image's tokens only, so a mean over them knows no prompts."""
+    mae = tiny.make("mae").backbone
+    mae.save_pretrained(tmp_path)
+    vit = transformers.ViTModel.from_pretrained(tmp_path, add_pooling_layer=False)
+    key = "layers.3.attention.k_proj.weight"
+    assert torch.equal(vit.state_dict()[key], mae.state_dict()[key])
+    model = tiny.prompted(tiny.Classifier(vit, 32)).eval()
+    assert model.base_model.model.backbone(tiny.images()).last_hidden_state.shape == (2, 17, 32)
+    assert model(pixel_values=tiny.images()).logits.shape == (2, 3)
+
+
+def test_distilled_deit_with_both_heads():
+    torch.manual_seed(0)
+    config = transformers.DeiTConfig(**tiny.VIT_LIKE, intermediate_size=64)
+    base = transformers.DeiTForImageClassificationWithTeacher(config).eval()
+    heads = ["cls_classifier", "distillation_classifier"]
+    model = get_peft_model(base, ProVPTConfig(num_prompts=2, modules_to_save=heads))
+    output = model(pixel_values=tiny.images())
+    nn.functional.cross_entropy(output.logits, tiny.labels()).backward()
+    assert (model.base_model.prompts().grad != 0).all()
+    trained = {name.split(".")[2] for name, p in model.named_parameters() if p.grad is not None}
+    assert trained >= {*heads}
+
+
+SWIN = dict(
+    image_size=32, patch_size=2, embed_dim=16, depths=[2, 2, 2, 2], num_heads=[2, 4, 4, 4], window_size=4,
+    out_features=["stage1", "stage2", "stage3", "stage4"],
+)  # fmt: skip
+MASKED = dict(
+    hidden_dim=32, feature_size=32, mask_feature_size=32, encoder_layers=1, decoder_layers=2, num_attention_heads=2,
+    encoder_feedforward_dim=32, dim_feedforward=32, num_queries=5, num_labels=3, train_num_points=8,
+)  # fmt: skip
+
+
+def wrapped(kind):
+    """Models of transformers around a backbone, the number of its blocks, and their outputs to look at."""
+    torch.manual_seed(0)
+    if kind == "dpt":
+        config = transformers.DPTConfig(
+            **tiny.settings_of("dpt"), num_labels=3, neck_hidden_sizes=[8, 8, 8, 8], fusion_hidden_size=8,
+            use_auxiliary_head=False,
+        )  # fmt: skip
+        return transformers.DPTForSemanticSegmentation(config), 4, "logits"
+    if kind == "dpt with dinov2":
+        backbone = transformers.Dinov2Config(
+            **tiny.settings_of("dinov2"), reshape_hidden_states=False,
+            out_features=["stage1", "stage2", "stage3", "stage4"],
+        )  # fmt: skip
+        config = transformers.DPTConfig(
+            backbone_config=backbone, num_labels=3, neck_hidden_sizes=[8, 8, 8, 8], fusion_hidden_size=8
+        )
+        return transformers.DPTForDepthEstimation(config), 4, "predicted_depth"
+    if kind == "auto backbone":
+        return transformers.AutoBackbone.from_config(transformers.SwinConfig(**SWIN)), 8, "feature_maps"
+    if kind == "mask2former":
+        config = transformers.Mask2FormerConfig(backbone_config=transformers.SwinConfig(**SWIN), **MASKED)
+        return transformers.Mask2FormerForUniversalSegmentation(config), 8, "masks_queries_logits"
+    decoder = transformers.DetrConfig(
+        d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
+        encoder_ffn_dim=32, decoder_ffn_dim=32, num_queries=5,
+    )  # fmt: skip
+    config = transformers.MaskFormerConfig(
+        backbone_config=transformers.SwinConfig(**SWIN), decoder_config=decoder, fpn_feature_size=32,
+        mask_feature_size=32, num_labels=3,
+    )  # fmt: skip
+    return transformers.MaskFormerForInstanceSegmentation(config), 8, "masks_queries_logits"
+
+
+@pytest.mark.parametrize("kind", ["dpt", "dpt with dinov2", "auto backbone", "mask2former", "maskformer"])
+def test_backbone_inside_another_model(kind):
+    base, num_blocks, name = wrapped(kind)
+    # As wrapping does: PyTorch's multi-head attention takes another path where a weight requires a gradient.
+    base.eval().requires_grad_(False)
+    inputs = tiny.images(size=64) if "former" in kind else tiny.images()
+
+    def look(model):
+        output = getattr(model(pixel_values=inputs), name)
+        return output[-1] if isinstance(output, tuple) else output
+
+    with torch.no_grad():
+        plain = look(base)
+    model = get_peft_model(base, ProVPTConfig(num_prompts=2))
+    tuner = model.base_model
+    assert tuner.prompt_distribution() == [2] * num_blocks
+    prompted = look(model)
+    assert prompted.shape == plain.shape
+    assert (prompted - plain).abs().max() > 1e-3 * plain.abs().max()
+    (prompted / plain.abs().max()).square().mean().backward()
+    assert (tuner.prompts().grad != 0).any(dim=1).all()
+    with torch.no_grad(), model.disable_adapter():
+        assert torch.equal(look(model), plain)
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters"),
+    [
+        # Ten prompts a block: 10 * L * D.
+        (transformers.ViTConfig(), 10 * 12 * 768),
+        (transformers.ViTConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16), 10 * 24 * 1024),
+        (
+            transformers.ViTConfig(hidden_size=1280, num_hidden_layers=32, num_attention_heads=16, patch_size=14),
+            10 * 32 * 1280,
+        ),
+        # Swin T, S, B and L: the width of the last stage, of which earlier stages use the first entries.
+        (transformers.SwinConfig(embed_dim=96, depths=[2, 2, 6, 2], num_heads=[3, 6, 12, 24]), 10 * 12 * 768),
+        (transformers.SwinConfig(embed_dim=96, depths=[2, 2, 18, 2], num_heads=[3, 6, 12, 24]), 10 * 24 * 768),
+        (transformers.SwinConfig(embed_dim=128, depths=[2, 2, 18, 2], num_heads=[4, 8, 16, 32]), 10 * 24 * 1024),
+        (transformers.SwinConfig(embed_dim=192, depths=[2, 2, 18, 2], num_heads=[6, 12, 24, 48]), 10 * 24 * 1536),
+    ],
+)
+def test_published_shapes(config, parameters):
+    with torch.device("meta"):
+        model = transformers.AutoModel.from_config(config)
+        model = get_peft_model(model, ProVPTConfig(num_prompts=10))
+    assert model.get_nb_trainable_parameters()[0] == parameters
+
+
+# ---- backbones that no family knows ---------------------------------------------------------------------------------
+
+
 def test_unknown_model_names_the_known_families_and_the_way_out():
     model = transformers.ResNetForImageClassification(
         transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], num_labels=2)
     )
     before = set(model.state_dict())
-    with pytest.raises(ValueError, match=r"ViT, DeiT, DINOv2, DINOv2 with registers, Swin.*ProVPTConfig.backbone="):
+    with pytest.raises(ValueError, match=r"ViT, DeiT, .*, DINOv2, .*Swin V2.*ProVPTConfig.backbone="):
         get_peft_model(model, ProVPTConfig())
     assert set(model.state_dict()) == before
 
@@ -105,6 +304,12 @@ def test_described_backbone(tmp_path):
     assert torch.equal(described(pixel_values=tiny.images()).logits, known(pixel_values=tiny.images()).logits)
     described.save_pretrained(tmp_path)
     assert ProVPTConfig.from_pretrained(tmp_path).backbone == MINE
+
+
+def test_a_family_is_one_entry(monkeypatch):
+    entry = BackboneFamily(name="Mine", **MINE)
+    monkeypatch.setattr(backbones, "FAMILIES", (*FAMILIES, entry))
+    assert tiny.prompted(make_mine()).base_model.prompt_distribution() == [3, 3, 3, 3]
 
 
 def test_described_backbone_that_is_not_there():

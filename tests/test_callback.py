@@ -7,10 +7,11 @@ from dataclasses import asdict
 import pytest
 import tiny
 import torch
+from torch.nn import functional as F
 from training import STEPS_AN_EPOCH, Images, assert_equal, make_trainer, outcome, trained
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from provpt_peft import RelocationConfig, RelocationTrainerCallback
+from provpt_peft import RelocationConfig, RelocationTrainerCallback, Relocator
 
 
 class Watch(TrainerCallback):
@@ -365,3 +366,91 @@ def test_training_images_without_a_length(tmp_path):
     trainer.train_dataset = Stream()
     with pytest.raises(ValueError, match="Pass a `score_dataset` to the callback, or set `score_images=0`"):
         trainer.train()
+
+
+# ---- other losses ---------------------------------------------------------------------------------------------------
+
+
+class Targets(Images):
+    """Images with targets of another kind than class numbers."""
+
+    def __init__(self, targets, count=24):
+        super().__init__(count)
+        self.labels = targets(torch.randn(count, 3, generator=torch.Generator().manual_seed(7)))
+
+
+@pytest.mark.parametrize(
+    ("problem_type", "targets", "loss"),
+    [
+        ("multi_label_classification", lambda x: (x > 0).float(), F.binary_cross_entropy_with_logits),
+        ("regression", lambda x: x, F.mse_loss),
+    ],
+)
+def test_heads_for_several_labels_and_for_numbers(tmp_path, problem_type, targets, loss):
+    model = tiny.prompted(tiny.make("vit", problem_type=problem_type), prompt_dropout=0.0)
+    config = RelocationConfig(trigger="always", score_images=8, settle=0.0)
+    trainer, callback = make_trainer(tmp_path, config, model=model, num_train_epochs=2, learning_rate=0.0)
+    trainer.train_dataset = Targets(targets)
+    trainer.train()
+    assert len(callback.history) == 1
+    chosen = config.choose_score_images(24)
+    with torch.no_grad():
+        data = trainer.train_dataset
+        expected = loss(model.eval()(pixel_values=data.pixel_values[chosen]).logits, data.labels[chosen])
+    assert callback.history[0].loss_after == pytest.approx(expected.item(), abs=1e-5)
+
+
+def cubed(outputs, labels, num_items_in_batch=None):
+    return F.cross_entropy(outputs.logits, labels) ** 3
+
+
+class Cubed(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        return (cubed(outputs, labels), outputs) if return_outputs else cubed(outputs, labels)
+
+
+@pytest.mark.parametrize("how", ["compute_loss_func", "subclass", "label smoothing", "given to the callback"])
+def test_scores_are_of_the_loss_that_is_trained(tmp_path, how):
+    """At learning rate 0 the move's own loss is known: that of the model after it."""
+    model = tiny.prompted(tiny.make("vit"), prompt_dropout=0.0)
+    config = RelocationConfig(trigger="always", score_images=8, settle=0.0)
+    given = (lambda model, batch: cubed(model(batch["pixel_values"]), batch["labels"])) if "given" in how else None
+    callback = RelocationTrainerCallback(config, compute_loss=given)
+    smoothing = 0.3 if how == "label smoothing" else 0.0
+    arguments = TrainingArguments(
+        str(tmp_path), num_train_epochs=2, per_device_train_batch_size=4, learning_rate=0.0, save_strategy="no",
+        report_to="none", disable_tqdm=True, use_cpu=True, dataloader_pin_memory=False,
+        label_smoothing_factor=smoothing,
+    )  # fmt: skip
+    trainer = (Cubed if how == "subclass" else Trainer)(
+        model, arguments, train_dataset=Images(), callbacks=[callback],
+        compute_loss_func=cubed if how == "compute_loss_func" else None,
+    )  # fmt: skip
+    trainer.train()
+    data, chosen = Images(), config.choose_score_images(24)
+    with torch.no_grad():
+        output = model.eval()(pixel_values=data.pixel_values[chosen])
+        labels = data.labels[chosen]
+        plain = F.cross_entropy(output.logits, labels, label_smoothing=smoothing)
+    expected = plain if how == "label smoothing" else plain**3
+    (record,) = callback.history
+    assert record.loss_after == pytest.approx(expected.item(), abs=1e-5)
+
+
+def test_a_random_loss_is_the_same_each_time_and_leaves_the_generator_alone():
+    model = tiny.prompted(tiny.make("vit")).eval()
+    losses = []
+
+    def noisy(model, batch):
+        losses.append(model(**batch).loss + torch.randn(()))
+        return losses[-1]
+
+    batch = dict(pixel_values=tiny.images(), labels=tiny.labels())
+    relocator = Relocator(model, RelocationConfig(idleness="exact"), score_batches=[batch], compute_loss=noisy)
+    before = torch.get_rng_state()
+    scores, _ = relocator.measure([batch])
+    assert torch.equal(torch.get_rng_state(), before)
+    plain = Relocator(model, RelocationConfig(idleness="exact"), score_batches=[batch]).measure([batch])[0]
+    torch.testing.assert_close(scores.score, plain.score, atol=1e-5, rtol=0)

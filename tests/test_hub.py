@@ -243,7 +243,7 @@ def test_good_adapters_pass(tmp_path, config):
     assert check_adapter(tmp_path) is None
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", tiny.ALL_FAMILIES)
 def test_good_adapters_of_each_family_pass(tmp_path, family):
     tiny.prompted(tiny.make(family), id2label=NAMES).save_pretrained(tmp_path)
     check_adapter(str(tmp_path))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from peft import PeftModel, get_peft_model
 from torch import nn
+from transformers.modeling_outputs import ImageClassifierOutput
 
 from provpt_peft import ProVPTConfig
 
@@ -17,28 +19,86 @@ VIT_LIKE = dict(hidden_size=32, num_hidden_layers=4, num_attention_heads=4, imag
 IMAGE_SIZE = 32
 
 
-def make(family: str, **overrides: object) -> nn.Module:
-    """An image classifier with random weights, in eval mode. LayerNorms get random weights too."""
-    torch.manual_seed(0)
-    if family == "swin":
+CLASSIFIERS = {
+    "vit": "ViT",
+    "deit": "DeiT",
+    "msn": "ViTMSN",
+    "ijepa": "IJepa",
+    "dinov2": "Dinov2",
+    "dinov2_registers": "Dinov2WithRegisters",
+    "clip": "CLIP",
+    "siglip": "Siglip",
+    "siglip2": "Siglip2",
+    "beit": "Beit",
+    "data2vec": "Data2VecVision",
+    "swin": "Swin",
+    "swinv2": "Swinv2",
+}
+# No image classifier of transformers' own.
+BARE = {"mae": "ViTMAE", "dinov3": "DINOv3ViT", "dpt": "DPT", "maskformer_swin": "MaskFormerSwin"}
+# Of these transformers has one implementation of the attention only.
+EAGER_ONLY = ("swinv2", "maskformer_swin")
+WINDOWED = ("swin", "swinv2", "maskformer_swin")
+
+# Those that most tests run on, and all.
+FAMILIES = ("vit", "deit", "dinov2", "dinov2_registers", "swin")
+ALL_FAMILIES = (*CLASSIFIERS, *BARE)
+
+
+class Classifier(nn.Module):
+    """A head on the mean of all that leaves a backbone which transformers has no classifier for."""
+
+    def __init__(self, backbone: nn.Module, width: int, num_labels: int = 3) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.classifier = nn.Linear(width, num_labels)
+
+    def forward(
+        self, pixel_values: torch.Tensor, labels: torch.Tensor | None = None, **kwargs: Any
+    ) -> ImageClassifierOutput:
+        logits = self.classifier(self.backbone(pixel_values, **kwargs).last_hidden_state.mean(dim=1))
+        loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
+        return ImageClassifierOutput(loss=loss, logits=logits)
+
+
+def settings_of(family: str) -> dict[str, Any]:
+    """What a tiny config of a family is made with."""
+    if family in WINDOWED:
         # 32 px and patches of 2 px: stages of 16 x 16, 8 x 8 and 4 x 4 tokens, windows of 4, shifted and not.
-        settings = dict(
-            image_size=32, patch_size=2, embed_dim=16, depths=[2, 2, 2], num_heads=[2, 4, 4], window_size=4
-        )
-        settings |= dict(num_labels=3) | overrides
-        model = transformers.SwinForImageClassification(transformers.SwinConfig(**settings))
+        return dict(image_size=32, patch_size=2, embed_dim=16, depths=[2, 2, 2], num_heads=[2, 4, 4], window_size=4)
+    settings: dict[str, Any] = {k: v for k, v in VIT_LIKE.items() if k != "num_labels"}
+    if family == "siglip2":
+        settings = {k: v for k, v in settings.items() if k != "image_size"} | dict(num_patches=16)
+    settings |= dict(mlp_ratio=2) if family.startswith("dinov2") else dict(intermediate_size=64)
+    return settings | {
+        "mae": dict(mask_ratio=0.0),
+        "beit": dict(use_relative_position_bias=True, layer_scale_init_value=0.5),
+        "data2vec": dict(
+            use_relative_position_bias=True, use_shared_relative_position_bias=True, layer_scale_init_value=0.5
+        ),
+        "dpt": dict(backbone_out_indices=[0, 1, 2, 3], is_hybrid=False),
+        "dinov3": dict(num_register_tokens=2),
+    }.get(family, {})
+
+
+def make(family: str, **overrides: object) -> nn.Module:
+    """An image classifier with random weights, in eval mode. Norms and biases get random weights too."""
+    torch.manual_seed(0)
+    settings = settings_of(family) | overrides
+    attention = {k: settings.pop(k) for k in ("attn_implementation",) if k in settings}
+    if family in BARE:
+        config = getattr(transformers, f"{BARE[family]}Config")(**settings, **attention)
+        backbone = getattr(transformers, f"{BARE[family]}Model")(config)
+        model: nn.Module = Classifier(backbone, 64 if family in WINDOWED else 32)
     else:
-        config_class, model_class = {
-            "vit": (transformers.ViTConfig, transformers.ViTForImageClassification),
-            "deit": (transformers.DeiTConfig, transformers.DeiTForImageClassification),
-            "dinov2": (transformers.Dinov2Config, transformers.Dinov2ForImageClassification),
-            "dinov2_registers": (
-                transformers.Dinov2WithRegistersConfig,
-                transformers.Dinov2WithRegistersForImageClassification,
-            ),
-        }[family]
-        settings = VIT_LIKE | (dict(mlp_ratio=2) if family.startswith("dinov2") else dict(intermediate_size=64))
-        model = model_class(config_class(**(settings | overrides)))
+        name = CLASSIFIERS[family]
+        config_class = getattr(transformers, f"{name}Config")
+        if family in ("clip", "siglip", "siglip2"):
+            num_labels = settings.pop("num_labels", 3)
+            config = config_class(vision_config=settings, num_labels=num_labels, **attention)
+        else:
+            config = config_class(**dict(num_labels=3) | settings, **attention)
+        model = getattr(transformers, f"{name}ForImageClassification")(config)
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, nn.LayerNorm):
@@ -46,17 +106,17 @@ def make(family: str, **overrides: object) -> nn.Module:
                 module.bias.uniform_(-0.5, 0.5)
             elif isinstance(module, nn.Linear):
                 module.weight.normal_(std=module.in_features**-0.5)
-            elif type(module).__name__ == "SwinRelativePositionBias":
-                module.relative_position_bias_table.normal_(std=0.5)
+        for name, parameter in model.named_parameters():
+            if "relative_position_bias_table" in name:
+                parameter.normal_(std=0.5)
     return model.eval()
 
 
-FAMILIES = ("vit", "deit", "dinov2", "dinov2_registers", "swin")
-
-
 def blocks(model: nn.Module) -> list[nn.Module]:
-    names = ("ViTLayer", "DeiTLayer", "Dinov2Layer", "Dinov2WithRegistersLayer", "SwinLayer")
-    return [module for module in model.modules() if type(module).__name__ in names]
+    """The blocks, by the ends of their class names."""
+    ends = ("ViTLayer", "DeiTLayer", "MAELayer", "MSNLayer", "JepaLayer", "Dinov2Layer", "RegistersLayer", "BeitLayer")
+    ends += ("EncoderLayer", "Data2VecVisionLayer", "SwinLayer", "Swinv2Layer")
+    return [module for module in model.modules() if type(module).__name__.endswith(ends)]
 
 
 def prompted(model: nn.Module, adapter_name: str = "default", **config: object) -> PeftModel:
@@ -78,6 +138,22 @@ def unlike_fresh(model: PeftModel) -> PeftModel:
 
 def images(count: int = 2, seed: int = 1, size: int = IMAGE_SIZE) -> torch.Tensor:
     return torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(seed))
+
+
+def inputs(family: str, count: int = 2, seed: int = 1) -> dict[str, torch.Tensor]:
+    """What a model of a family takes.
+
+    MAE shuffles patches by some noise. SigLIP 2 takes patches; each second image has four that are padding.
+    """
+    if family == "mae":
+        noise = torch.rand(count, 16, generator=torch.Generator().manual_seed(seed))
+        return dict(pixel_values=images(count, seed), noise=noise)
+    if family != "siglip2":
+        return dict(pixel_values=images(count, seed))
+    patches = torch.randn(count, 16, 3 * 8 * 8, generator=torch.Generator().manual_seed(seed))
+    shapes, mask = torch.tensor([[4, 4], [3, 4]] * count)[:count], torch.ones(count, 16, dtype=torch.int64)
+    mask[1::2, 12:] = 0
+    return dict(pixel_values=patches, pixel_attention_mask=mask, spatial_shapes=shapes)
 
 
 def labels(count: int = 2, seed: int = 2) -> torch.Tensor:

@@ -142,7 +142,7 @@ def with_prepended_tokens(shape: str, num_prompts: int, args: argparse.Namespace
     base = make_base(shape, args.image_size)
     base.base_model.requires_grad_(False)
     layout = get_peft_model(make_base(shape, args.image_size), ProVPTConfig(num_prompts=num_prompts)).base_model
-    blocks = [block for _, block, _ in find_blocks(base)]
+    blocks = [block for block, _ in find_blocks(base)]
     base.prompts = nn.Parameter(layout.prompts().detach().clone())
     base.to(args.device)
     prompt_blocks = layout.prompt_blocks().to(args.device)

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+from accelerate.utils import extract_model_from_parallel, send_to_device
 from torch import nn
 
 from ..model import ProVPTModel
@@ -107,7 +108,7 @@ class Relocator:
         model: nn.Module,
         config: RelocationConfig | None = None,
         optimizer: torch.optim.Optimizer | None = None,
-        score_batches: Iterable[dict[str, torch.Tensor]] | None = None,
+        score_batches: Iterable[dict[str, Any]] | None = None,
         compute_loss: Callable[[nn.Module, Any], torch.Tensor] | None = None,
     ) -> None:
         tuner = next((module for module in model.modules() if isinstance(module, ProVPTModel)), None)
@@ -115,6 +116,11 @@ class Relocator:
             raise ValueError(
                 f"Relocation needs a model with a PROVPT adapter, got {type(model).__name__}. "
                 "Wrap it first: get_peft_model(model, ProVPTConfig(...))."
+            )
+        if tuner.bank.shallow.intersection(tuner.active_adapters):
+            raise ValueError(
+                "Relocation needs prompts that can move, but those of VPT-Shallow stay at the first block. Make the "
+                "adapter with `shallow=False`."
             )
         for module in model.modules():
             refuse_wrapper(type(module).__name__)
@@ -265,10 +271,10 @@ class Relocator:
         moments[:, self.tuner.prompt_blocks(self.adapter_name).cpu() == 0] = 0.0
         return self.window.scores(moments), loss_sum / steps
 
-    def measure(self, batches: Iterable[dict[str, torch.Tensor]]) -> tuple[Idleness, float]:
+    def measure(self, batches: Iterable[dict[str, Any]]) -> tuple[Idleness, float]:
         """Scores and mean loss on batches, in eval mode, the same in all processes."""
-        # Without a wrapper, which would wait for a backward pass.
-        model = next(module for module in self.model.modules() if getattr(module, "base_model", None) is self.tuner)
+        # Without a wrapper, which would wait for a backward pass, and not compiled for eval mode.
+        model = extract_model_from_parallel(self.model, keep_torch_compile=False)
         was_training = [module for module in model.modules() if module.training]
         num_prompts = len(self.tuner.prompts(self.adapter_name))
         window, exact = IdlenessWindow(num_prompts, self.window.curvature), IdlenessWindow(num_prompts)
@@ -291,11 +297,9 @@ class Relocator:
             for module in was_training:
                 module.training = True
 
-    def _evaluate(
-        self, batches: Iterable[dict[str, torch.Tensor]], loss_of: Callable[[dict[str, torch.Tensor]], float]
-    ) -> float:
+    def _evaluate(self, batches: Iterable[dict[str, Any]], loss_of: Callable[[dict[str, Any]], float]) -> float:
         """The mean over batches of a function that returns a batch's loss."""
-        losses = [loss_of({name: tensor.to(self._device) for name, tensor in batch.items()}) for batch in batches]
+        losses = [loss_of(send_to_device(batch, self._device)) for batch in batches]
         if not losses:
             raise ValueError("Scores are measured on the score batches, but there are none. Give at least one batch.")
         return agreed(torch.tensor([sum(losses) / len(losses)], dtype=torch.float64), self._device).item()
@@ -304,11 +308,18 @@ class Relocator:
     def _device(self) -> torch.device:
         return self.tuner.prompts(self.adapter_name).device
 
-    def _differentiate(self, model: nn.Module, batch: dict[str, torch.Tensor], window: IdlenessWindow) -> float:
+    def _loss_on(self, model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        """The loss on a score batch. One that is random, such as Mask2Former's on sampled points, is the same each
+        time, so that it can be compared, and leaves the generators of training alone."""
+        with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
+            torch.manual_seed(0)
+            return self.compute_loss(model, batch)
+
+    def _differentiate(self, model: nn.Module, batch: dict[str, Any], window: IdlenessWindow) -> float:
         """Add a batch's first-order scores to the window, without touching the parameters' gradients."""
         self.tuner.bank.observation = self._observation
         with torch.enable_grad():
-            loss = self.compute_loss(model, batch)
+            loss = self._loss_on(model, batch)
             self._observation.take()
             (moments,) = torch.autograd.grad(loss, [self._observation.moments])
         window.add_step(moments)
@@ -316,17 +327,17 @@ class Relocator:
 
     @torch.no_grad()
     def _remove_each(
-        self, model: nn.Module, batch: dict[str, torch.Tensor], prompts: list[int], window: IdlenessWindow
+        self, model: nn.Module, batch: dict[str, Any], prompts: list[int], window: IdlenessWindow
     ) -> float:
         """Add the exact scores, Eq. 4, of some prompts on a batch to the window: a forward pass for each, and one with
         all prompts. Their spread is over batches, since only the mean loss of a batch is known."""
-        loss = self.compute_loss(model, batch).item()
+        loss = self._loss_on(model, batch).item()
         blocks = self.tuner.prompt_blocks(self.adapter_name).tolist()
         scores = []
         for prompt in prompts:
             self.tuner.move_prompt(prompt, 0, self.adapter_name)
             try:
-                scores.append(loss - self.compute_loss(model, batch).item())
+                scores.append(loss - self._loss_on(model, batch).item())
             finally:
                 self.tuner.move_prompt(prompt, blocks[prompt], self.adapter_name)
         moments = torch.zeros_like(window.sums)

@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from provpt_peft import RelocationConfig, Relocator
+from provpt_peft.attention import PromptedBlock
 from provpt_peft.relocation.idleness import IdlenessWindow
 
 
@@ -94,64 +95,68 @@ def test_significance_is_in_standard_errors(significance, stands_out):
 # ---- the gate's gradient, out of a model's backward -----------------------------------------------------------------
 
 
-def observed(model, inputs, targets, score="gate", micro_batches=1):
+def observed(model, inputs, targets, score="gate", micro_batches=1, **others):
     """Scores of one optimizer step, from an ordinary training backward."""
     relocator = Relocator(model, RelocationConfig(idleness=score))
     for x, y in zip(inputs.chunk(micro_batches), targets.chunk(micro_batches), strict=True):
-        (model(pixel_values=x, labels=y).loss / micro_batches).backward()
+        (model(pixel_values=x, labels=y, **others).loss / micro_batches).backward()
     relocator.record_step()
     model.base_model.bank.observation = None
     return relocator.window.scores()
 
 
 def weighted_attention(factors):
-    """An attention function in which some prompt keys have a factor on their weight, written from the definition."""
+    """Attention in which some prompt keys have a factor on their weight, written from the definition."""
 
-    def attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    def attend(block, query, key, value, attention_mask, scaling=None, **kwargs):
         logits = query @ key.transpose(2, 3) * scaling
-        if attention_mask is not None:
+        if attention_mask is not None and attention_mask.dtype == torch.bool:
+            logits = logits.masked_fill(~attention_mask, -math.inf)
+        elif attention_mask is not None:
             logits = logits + attention_mask
         factor = torch.ones(key.shape[2], dtype=key.dtype)
-        factor[key.shape[2] - len(factors[module]) :] = factors[module]
+        factor[key.shape[2] - len(factors[block]) :] = factors[block]
         weights = logits.exp() * factor
         weights = weights / weights.sum(dim=-1, keepdim=True)
         return (weights @ value).transpose(1, 2), None
 
-    return attention
+    return attend
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", ["vit", "dinov2", "swin"])
-def test_gate_is_the_derivative_in_the_key_s_weight(family, implementation):
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
+@pytest.mark.parametrize(
+    ("family", "implementation"),
+    [
+        *((family, name) for family in ("vit", "dinov2", "swin") for name in ("sdpa", "eager")),
+        *((family, "sdpa") for family in ("dinov3", "siglip2", "beit", "data2vec")),
+        *((family, "eager") for family in tiny.EAGER_ONLY),
+    ],
+)
+def test_gate_is_the_derivative_in_the_key_s_weight(monkeypatch, family, implementation):
     model = tiny.prompted(tiny.make(family, attn_implementation=implementation)).double().eval()
     tuner = model.base_model
     tuner.move_prompt(0, 2)
-    inputs, targets = tiny.images(3).double(), tiny.labels(3)
-    gate = observed(model, inputs, targets).score
+    inputs, targets = tiny.inputs(family, 3), tiny.labels(3)
+    inputs["pixel_values"] = inputs["pixel_values"].double()
+    others = {name: tensor for name, tensor in inputs.items() if name != "pixel_values"}
+    gate = observed(model, inputs["pixel_values"], targets, **others).score
 
     factors = {
-        block.attention: torch.ones(n).double()
-        for block, n in zip(tuner.blocks, tuner.prompt_distribution(), strict=True)
+        block: torch.ones(n).double() for block, n in zip(tuner.blocks, tuner.prompt_distribution(), strict=True)
     }
-    ALL_ATTENTION_FUNCTIONS.register("weighted", weighted_attention(factors))
-    configs = {id(block.config): block.config for block in tuner.blocks}.values()
-    for config in configs:
-        config._attn_implementation_internal = "weighted"
+    monkeypatch.setattr(PromptedBlock, "attend", weighted_attention(factors))
 
     @torch.no_grad()
     def loss():
-        return model(pixel_values=inputs, labels=targets).loss.item()
+        return model(**inputs, labels=targets).loss.item()
 
     step, differences = 1e-5, torch.zeros(len(gate), dtype=torch.float64)
     for number, block in enumerate(tuner.blocks, start=1):
         for position, prompt in enumerate(tuner.bank.rows("default", number).tolist()):
             values = []
             for sign in (1, -1):
-                factors[block.attention][position] = 1 + sign * step
+                factors[block][position] = 1 + sign * step
                 values.append(loss())
-            factors[block.attention][position] = 1
+            factors[block][position] = 1
             differences[prompt] = (values[0] - values[1]) / (2 * step)
     torch.testing.assert_close(gate, differences, atol=1e-7, rtol=1e-5)
     assert gate.abs().max() > 1e-3
@@ -196,7 +201,6 @@ def test_checkpointed_blocks_count_once(use_reentrant):
     inputs, targets = tiny.images(4), tiny.labels(4)
     plain = observed(model, inputs, targets)
     model.base_model.model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    model.enable_input_require_grads()
     recomputed = observed(model, inputs, targets)
     torch.testing.assert_close(recomputed.score, plain.score, atol=1e-7, rtol=1e-4)
     assert torch.equal(recomputed.images, plain.images)
