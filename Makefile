@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all test-oldest coverage style quality clean
+.PHONY: demo test test-all test-oldest coverage style quality docs clean
 
 # On Linux without a GPU the CPU build of torch comes first: a plain `torch` may bring gigabytes of CUDA.
 .venv/installed: pyproject.toml
@@ -50,5 +50,8 @@ quality: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: .venv/installed
+	$(BIN)/python -m mkdocs build --strict
+
 clean:
-	rm -rf .venv .venv-oldest outputs .cache build dist *.egg-info
+	rm -rf .venv .venv-oldest site outputs .cache build dist *.egg-info

@@ -22,10 +22,10 @@ from typing import Any
 
 import datasets
 import evaluate
-import matplotlib
 import numpy as np
 import torch
-from peft import PeftModel, get_peft_model
+from finetuning import PROMPTED, PromptArguments, adapt, check_methods, make_optimizer, relocation
+from peft import PeftModel
 from PIL import Image
 from sklearn.datasets import load_digits
 from transformers import (
@@ -40,15 +40,10 @@ from transformers import (
 # From its own module: transformers 5.9 puts a placeholder that asks for torchvision at the top level.
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-from provpt_peft import ProVPTConfig, Relocation, RelocationConfig, RelocationTrainerCallback
-from provpt_peft.relocation.config import PRESETS
+from provpt_peft import viz
 
 
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
-
-
-METHODS = ("linear", "vpt-deep", "pro-vpt")
+METHODS = ("linear", *PROMPTED)
 # Images that are kept in memory by default; 1.5 GB at 224 px.
 MOST_KEPT = 10_000
 HERE = Path(__file__).parent
@@ -99,19 +94,9 @@ class MethodArguments:
         default_factory=lambda: list(METHODS), metadata={"help": f"Methods to compare: {', '.join(METHODS)}."}
     )
     head_name: str = field(default="classifier", metadata={"help": "Module of the head, which is trained in full."})
-    num_prompts: int = field(default=5, metadata={"help": "Prompts in each block at the start."})
-    prompt_dropout: float = field(default=0.1, metadata={"help": "Dropout on the prompts."})
-    prompt_learning_rate: float = field(
-        default=3e-3, metadata={"help": "Learning rate of the prompts. `--learning_rate` is the head's."}
-    )
-    preset: str = field(
-        default="default", metadata={"help": f"How prompts are relocated: {', '.join(sorted(PRESETS))}."}
-    )
 
     def __post_init__(self) -> None:
-        unknown = set(self.methods) - set(METHODS)
-        if unknown:
-            raise ValueError(f"`--methods` must be among {', '.join(METHODS)}, got {', '.join(sorted(unknown))}.")
+        check_methods(self.methods, METHODS)
 
 
 def load_images(args: DataArguments, seed: int) -> datasets.DatasetDict:
@@ -202,33 +187,6 @@ def make_model(args: MethodArguments, labels: list[str]) -> PreTrainedModel:
     )
 
 
-def prepare(method: str, model: PreTrainedModel, args: MethodArguments) -> PreTrainedModel | PeftModel:
-    """Freeze the backbone and add what the method trains."""
-    if method == "linear":
-        model.requires_grad_(False)
-        model.get_submodule(args.head_name).requires_grad_(True)
-        return model
-    config = ProVPTConfig(
-        num_prompts=args.num_prompts, prompt_dropout=args.prompt_dropout, modules_to_save=[args.head_name]
-    )
-    return get_peft_model(model, config)
-
-
-def make_optimizer(
-    model: torch.nn.Module, args: MethodArguments, training: TrainingArguments
-) -> torch.optim.Optimizer:
-    """AdamW with a learning rate for the prompts and one for the head."""
-    prompts, head = [], []
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            (prompts if "provpt_" in name else head).append(parameter)
-    groups = [
-        {"params": prompts, "lr": args.prompt_learning_rate},
-        {"params": head, "lr": training.learning_rate},
-    ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], weight_decay=training.weight_decay)
-
-
 def check_reload(loaded: PeftModel, folder: Path, trainer: Trainer, test: ResizedImages, logits: np.ndarray) -> None:
     """Compare the predictions of an adapter that was loaded again with those of the model it was saved from.
 
@@ -241,49 +199,18 @@ def check_reload(loaded: PeftModel, folder: Path, trainer: Trainer, test: Resize
     print(f"The adapter in {folder}, loaded into a fresh model, gives the same predictions.")
 
 
-def distributions(start: list[int], history: list[Relocation], epochs: int) -> np.ndarray:
-    """Prompts in each block in each epoch, shape (blocks, epochs)."""
-    table = np.tile(np.array(start)[:, None], (1, epochs))
-    for move in history:
-        if move.prompt is not None:
-            table[move.from_block - 1, move.epoch :] -= 1
-            table[move.block - 1, move.epoch :] += 1
-    return table
-
-
-def draw(table: np.ndarray, history: list[Relocation], path: Path) -> None:
-    """Heat map of the distribution over blocks and epochs, moves as arrows, beside the last distribution."""
-    blocks, epochs = table.shape
-    figure, (over_time, last) = plt.subplots(
-        1, 2, figsize=(9, 4), sharey=True, width_ratios=(3, 1), layout="constrained"
-    )
-    image = over_time.imshow(
-        table, origin="lower", aspect="auto", cmap="cividis", extent=(0.5, epochs + 0.5, 0.5, blocks + 0.5)
-    )
-    for move in history:
-        if move.prompt is not None and move.block != move.from_block:
-            over_time.annotate(
-                "", (move.epoch + 0.5, move.block), (move.epoch + 0.5, move.from_block),
-                arrowprops={"arrowstyle": "->", "color": "white", "linewidth": 1.5},
-            )  # fmt: skip
-    over_time.set(xlabel="epoch", ylabel="block", title="Prompts in each block (arrows: relocations)")
-    over_time.set_xticks(range(1, epochs + 1, max(1, epochs // 10)))
-    over_time.set_yticks(range(1, blocks + 1))
-    figure.colorbar(image, ax=over_time, label="prompts", ticks=range(table.min(), table.max() + 1))
-    last.barh(range(1, blocks + 1), table[:, -1], color="#0072B2")
-    last.axvline(table[:, 0].mean(), color="black", linestyle="--", linewidth=1)
-    last.set(xlabel="prompts (dashed: uniform)", title="Learned")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-
-
 def run(
-    method: str, splits: datasets.DatasetDict, data: DataArguments, args: MethodArguments, training: TrainingArguments
+    method: str,
+    splits: datasets.DatasetDict,
+    data: DataArguments,
+    args: MethodArguments,
+    prompts: PromptArguments,
+    training: TrainingArguments,
 ) -> dict[str, Any]:
     """Train, validate and test one method. Returns its row of the table."""
     set_seed(training.seed)
     labels = splits["train"].features["label"].names
-    model = prepare(method, make_model(args, labels), args)
+    model = adapt(method, make_model(args, labels), [args.head_name], prompts)
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     processor = AutoImageProcessor.from_pretrained(args.model_name_or_path)
     metric = evaluate.load(str(HERE / "metrics" / "accuracy.py"))
@@ -299,7 +226,7 @@ def run(
         ResizedImages(splits[name], processor, data.image_size, keep=keep and name != "test")
         for name in ("train", "validation", "test")
     )
-    callback = RelocationTrainerCallback(RelocationConfig.preset(args.preset, seed=training.seed))
+    callbacks = relocation(method, prompts, training.seed)
     trainer = Trainer(
         model,
         training,
@@ -307,8 +234,8 @@ def run(
         train_dataset=train,
         eval_dataset=validation,
         compute_metrics=accuracy,
-        callbacks=[callback] if method == "pro-vpt" else [],
-        optimizers=(make_optimizer(model, args, training), None),
+        callbacks=callbacks,
+        optimizers=(make_optimizer(model, prompts, training), None),
     )
     start = time.perf_counter()
     trainer.train()
@@ -317,15 +244,16 @@ def run(
 
     folder = Path(training.output_dir) / method
     model.save_pretrained(folder)
-    if method != "linear":
+    if method in PROMPTED:
         loaded = PeftModel.from_pretrained(make_model(args, labels), folder)
         check_reload(loaded, folder, trainer, test, result.predictions)
-    if method == "pro-vpt":
-        first = [args.num_prompts] * model.base_model.num_blocks
-        table = distributions(first, callback.history, round(trainer.state.epoch))
-        draw(table, callback.history, folder / "distribution.png")
+    for callback in callbacks:
         moves = [move for move in callback.history if move.prompt is not None]
-        print(f"{len(moves)} relocations; the distribution is in {folder / 'distribution.png'}:")
+        if moves:
+            picture = folder / "distribution_over_time.png"
+            viz.plot_distribution_over_time(callback).savefig(picture, dpi=150)
+            print(f"The distribution over time is in {picture}.")
+        print(f"{len(moves)} relocations:")
         print(f"  prompts in each block: {model.base_model.prompt_distribution()}")
     return {
         "method": method,
@@ -336,7 +264,9 @@ def run(
 
 
 def main() -> None:
-    parser = HfArgumentParser((DataArguments, MethodArguments, TrainingArguments), description=__doc__.splitlines()[0])
+    parser = HfArgumentParser(
+        (DataArguments, MethodArguments, PromptArguments, TrainingArguments), description=__doc__.splitlines()[0]
+    )
     parser.set_defaults(
         output_dir="outputs",
         eval_strategy="epoch",
@@ -347,13 +277,13 @@ def main() -> None:
         remove_unused_columns=False,
         dataloader_pin_memory=torch.cuda.is_available(),
     )
-    data, args, training = parser.parse_args_into_dataclasses()
+    data, args, prompts, training = parser.parse_args_into_dataclasses()
     splits = load_images(data, training.seed)
     print(", ".join(f"{name}: {len(split)} images" for name, split in splits.items()))
     rows = []
     for method in args.methods:
         print(f"\n== {method} ==")
-        rows.append(run(method, splits, data, args, training))
+        rows.append(run(method, splits, data, args, prompts, training))
     Path(training.output_dir, "results.json").write_text(json.dumps(rows, indent=2))
 
     print(f"\n{'method':12}{'test accuracy':>16}{'trainable parameters':>24}{'seconds':>10}")

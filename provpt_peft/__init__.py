@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .config import ProVPTConfig
-from .hub import ImageClassifier, check_adapter, load_image_classifier
+from .hub import ImageClassifier, check_adapter, load_image_classifier, push_to_hub
 from .model import ProVPTModel
 from .registration import register
 from .relocation import PPOConfig, Relocation, RelocationConfig, Relocator
@@ -42,4 +42,5 @@ __all__ = [
     "__version__",
     "check_adapter",
     "load_image_classifier",
+    "push_to_hub",
 ]

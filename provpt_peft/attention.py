@@ -19,7 +19,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.vit.modeling_vit import eager_attention_forward as vit_eager_attention
 
 from .backbones import BackboneFamily, resolve
 from .prompts import KeptKeys, Observation, PromptBank, moments_of
@@ -115,7 +114,11 @@ class PromptedBlock:
         the attention does its own arithmetic, and ViT's is as good as any.
         """
         implementation = implementation or self.config._attn_implementation
-        eager = getattr(sys.modules[type(self.attention).__module__], "eager_attention_forward", vit_eager_attention)
+        eager = getattr(sys.modules[type(self.attention).__module__], "eager_attention_forward", None)
+        if eager is None:
+            from transformers.models.vit.modeling_vit import eager_attention_forward
+
+            eager = eager_attention_forward
         function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
         if "flash" not in implementation:
             return function(self.attention, *args, **kwargs)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, TypeVar
@@ -17,11 +18,16 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import CallbackHandler, ExportableState
 from transformers.trainer_utils import SaveStrategy
 
+from .config import ProVPTConfig
 from .relocation import Relocation, RelocationConfig, Relocator
 from .relocation.parallel import refuse_wrapper
+from .reporting import report_distribution
 
 
 logger = logging.getLogger(__name__)
+
+# Ends of the names of what the Trainer measures of an evaluation's speed.
+_SPEED = ("_runtime", "_per_second")
 
 T = TypeVar("T")
 
@@ -199,6 +205,35 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
             self._running.finish()
             self._log(args, state, control)
 
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        # For the model card. Not how fast this machine is.
+        kept = {name: value for name, value in (metrics or {}).items() if not name.endswith(_SPEED)}
+        if kept and self.relocator is not None:
+            self._adapter_config.training = (self._adapter_config.training or {}) | {"metrics": kept}
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        # The best model is an earlier one, and knows no later relocations.
+        if not args.load_best_model_at_end or state.best_model_checkpoint is None:
+            return
+        # PEFT gives adapters of other names than `default` a folder each.
+        name = self._running.adapter_name
+        folder = os.path.join(state.best_model_checkpoint, "" if name == "default" else name)
+        if os.path.isdir(folder):
+            self._adapter_config.training = ProVPTConfig.from_pretrained(folder).training
+
+    @property
+    def _adapter_config(self) -> ProVPTConfig:
+        return self._running.tuner.peft_config[self._running.adapter_name]
+
     def _score_batches(self, args: TrainingArguments, train_dataloader: DataLoader | None) -> DataLoader | None:
         """What scores are measured on; None for the training steps themselves."""
         dataset: Any = self.score_dataset
@@ -245,6 +280,9 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
         state.log_history.append({**logs, "step": state.global_step})
         if self._handler is not None:
             self._handler.on_log(args, state, control, logs)
+            if state.is_world_process_zero:
+                counts = self._running.tuner.prompt_distribution(self._running.adapter_name)
+                report_distribution(self._handler.callbacks, counts, state.global_step)
 
 
 def _refuse_wrappers(args: TrainingArguments) -> None:

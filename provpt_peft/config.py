@@ -44,6 +44,10 @@ class ProVPTConfig(PeftConfig):
         id2label (`dict[int, str]`, *optional*):
             Label names, stored so that an adapter can be loaded without knowing the data set. Filled in from an image
             classifier's own config when the adapter is put into it.
+        training (`dict`, *optional*):
+            What is known of the adapter's training, for its model card and pictures of it: `relocation`, the settings
+            of relocation; `history`, the records of the relocations; `epochs`; `metrics`, those of the last
+            evaluation. Filled in by the relocator and its callback.
         provpt_version (`str`, *optional*):
             The version of this package that made the config. Filled in by itself.
 
@@ -76,6 +80,9 @@ class ProVPTConfig(PeftConfig):
         default=None,
         metadata={"help": "Label names, stored so that an adapter can be loaded without knowing the data set."},
     )
+    training: dict[str, Any] | None = field(
+        default=None, metadata={"help": "What is known of the adapter's training. Filled in by itself."}
+    )
     provpt_version: str | None = field(default=None, metadata={"help": "Version of provpt_peft that made the config."})
 
     # Prompts are found through the backbone's description, not through PEFT's name matching. Not a field: the value is
@@ -103,6 +110,10 @@ class ProVPTConfig(PeftConfig):
             raise ValueError(
                 "With `shallow=True` all prompts enter at the first block and none move, so `num_prompts` must be one "
                 f"number and `reserve` 0, got {self.num_prompts!r} and {self.reserve}. Give the number of prompts."
+            )
+        if self.training is not None and not isinstance(self.training, dict):
+            raise ValueError(
+                f"`training` must be a dict that the relocator wrote, got {self.training!r}. Leave it out."
             )
         if self.backbone is not None:
             check_description(self.backbone)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import warnings
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import HfApi, ModelCard, snapshot_download
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from peft import PeftModel
@@ -39,9 +40,11 @@ class ImageClassifier(NamedTuple):
     labels: dict[int, str]
 
 
-class _Adapter(NamedTuple):
+class Adapter(NamedTuple):
+    """What [`read_adapter`] returns."""
+
     config: ProVPTConfig
-    shapes: dict[str, tuple[int, ...]]
+    tensors: dict[str, torch.Tensor]
 
 
 def load_image_classifier(
@@ -83,7 +86,7 @@ def load_image_classifier(
         if name in from_pretrained_kwargs
     }
     folder = _local_folder(adapter, download)
-    config, shapes = _read_adapter(folder)
+    config, tensors = read_adapter(folder)
     name = _base_model_name(folder, config, base_model)
 
     settings: dict[str, Any] = {}
@@ -96,7 +99,7 @@ def load_image_classifier(
     # Sizes that do not match are looked at below, where the adapter's own head is known.
     settings |= dict(ignore_mismatched_sizes=True, output_loading_info=True)
     base, loading_info = AutoModelForImageClassification.from_pretrained(name, **settings)
-    _check_head(folder, name, base, shapes, loading_info)
+    _check_head(folder, name, base, tensors, loading_info)
 
     model = PeftModel.from_pretrained(base, str(folder), config=config).eval()
     if (folder / _PROCESSOR_NAME).is_file():
@@ -105,6 +108,52 @@ def load_image_classifier(
         revision = {key: value for key, value in settings.items() if key == "revision"}
         image_processor = AutoImageProcessor.from_pretrained(name, **revision, **download)
     return ImageClassifier(model, image_processor, dict(base.config.id2label))
+
+
+def push_to_hub(
+    model: PeftModel,
+    repo_id: str,
+    image_processor: Any = None,
+    license: str | None = None,
+    private: bool | None = None,
+    token: str | None = None,
+    commit_message: str = "Upload PRO-VPT adapter",
+) -> str:
+    """Upload an adapter with its model card. `model.push_to_hub` does the same, but puts an empty card over ours.
+
+    Args:
+        model: A model with a PROVPT adapter.
+        repo_id: `user/name` on the Hub; the repository is made if need be.
+        image_processor: The base model's image processor, saved beside the adapter if given.
+        license: Of the adapter, for the card's metadata, such as "apache-2.0".
+        private: Whether a new repository is private; by default what the account's owner has set.
+        token: Of an account that may write there; by default the one that was logged in with.
+        commit_message: Of the commit.
+
+    Returns:
+        The address of the commit.
+
+    Raises:
+        huggingface_hub.errors.HfHubHTTPError: If the Hub refuses.
+
+    Example:
+        ```python
+        >>> push_to_hub(model, "me/flowers-provpt", image_processor)
+        >>> model, image_processor, labels = load_image_classifier("me/flowers-provpt")
+        ```
+    """
+    api = HfApi(token=token)
+    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        if image_processor is not None:
+            image_processor.save_pretrained(folder)
+        if license is not None:
+            path = os.path.join(folder, "README.md")
+            card = ModelCard.load(path)
+            card.data.license = license
+            card.save(path)
+        return api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=commit_message).commit_url
 
 
 def check_adapter(folder: str | os.PathLike[str]) -> None:
@@ -119,7 +168,7 @@ def check_adapter(folder: str | os.PathLike[str]) -> None:
         ValueError: If a file is missing or broken, or if its content cannot be an adapter of this method. The message
             names the file and the cause.
     """
-    _read_adapter(Path(folder))
+    read_adapter(Path(folder))
 
 
 def is_hub_id(name: str | None) -> bool:
@@ -157,7 +206,12 @@ def _local_folder(adapter: str | os.PathLike[str], download: dict[str, Any]) -> 
     return Path(snapshot_download(str(adapter), allow_patterns=files, **download))
 
 
-def _read_adapter(folder: Path) -> _Adapter:
+def read_adapter(folder: Path) -> Adapter:
+    """An adapter's config and tensors, checked.
+
+    Raises:
+        ValueError: As [`check_adapter`].
+    """
     config = _read_config(folder / CONFIG_NAME)
     path = folder / SAFETENSORS_WEIGHTS_NAME
     tensors = _read_tensors(path)
@@ -166,7 +220,13 @@ def _read_adapter(folder: Path) -> _Adapter:
         _check_saved_modules(config, tensors)
     except ValueError as error:
         raise ValueError(f"{path}: {error} {_SAVE_ANEW}") from None
-    return _Adapter(config, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    return Adapter(config, tensors)
+
+
+def distribution_of(adapter: Adapter) -> list[int]:
+    """Prompts in none of the blocks and in each of the L blocks."""
+    blocks = adapter.tensors[PROMPT_BLOCKS]
+    return torch.bincount(blocks, minlength=num_blocks(adapter.config, len(blocks)) + 1).tolist()
 
 
 def _read_config(path: Path) -> ProVPTConfig:
@@ -285,11 +345,19 @@ def _base_model_name(folder: Path, config: ProVPTConfig, base_model: str | os.Pa
 
 
 def _check_head(
-    folder: Path, name: str, base: torch.nn.Module, shapes: dict[str, tuple[int, ...]], loading_info: dict[str, Any]
+    folder: Path,
+    name: str,
+    base: torch.nn.Module,
+    tensors: dict[str, torch.Tensor],
+    loading_info: dict[str, Any],
 ) -> None:
     """Check that adapter and base model together give every class a trained weight."""
     present = {key: tuple(tensor.shape) for key, tensor in base.state_dict().items()}
-    saved = {key.removeprefix("base_model.model."): shape for key, shape in shapes.items() if not key.startswith(BANK)}
+    saved = {
+        key.removeprefix("base_model.model."): tuple(tensor.shape)
+        for key, tensor in tensors.items()
+        if not key.startswith(BANK)
+    }
     for key, shape in saved.items():
         if _is_head(key) and key in present and present[key] != shape:
             raise ValueError(

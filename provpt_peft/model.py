@@ -51,6 +51,7 @@ class ProVPTModel(BaseTuner):
     uses_shared_state: bool = True
 
     bank: PromptBank
+    patch_size: Any
 
     # ---- prompts ----------------------------------------------------------------------------------------------------
 
@@ -177,6 +178,7 @@ class ProVPTModel(BaseTuner):
         widths = [norm.weight.shape[-1] for norm in norms]
         configs = [getattr(module, "config", None) for module in _around(model, found[0][0])]
         patch_size = next((c.patch_size for c in reversed(configs) if hasattr(c, "patch_size")), _DEFAULT_PATCH_SIZE)
+        self.patch_size = patch_size
         self.bank = PromptBank(widths, init_bound(patch_size, max(widths)), reference=norms[0])
         self.bank.train(model.training)
         self.blocks = [

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ _START = "<!-- provpt_peft: start, written anew at each save -->"
 _END = "<!-- provpt_peft: end -->"
 
 _CARD_NAME = "README.md"
+PICTURE = "distribution.png"
 _ADAPTER_TAG = "base_model:adapter:"
 
 _CLASSIFIER_SNIPPET = """\
@@ -73,7 +76,8 @@ def update_model_card(
     _drop_local_base_model(card)
     data: Any = card.data
     data.tags = sorted({*(data.tags or []), *TAGS})
-    card.text = _with_section(card.text, _section(distribution, config, auto_mapping or config.auto_mapping or {}))
+    section = _section(distribution, config, auto_mapping or config.auto_mapping or {}, _draw(folder, config))
+    card.text = _with_section(card.text, section)
     card.save(path)
 
     above = folder.absolute().parent / _CARD_NAME
@@ -134,7 +138,9 @@ def _with_section(text: str, section: str) -> str:
     return f"\n{title}\n\n{section}\n\n{body.lstrip()}"
 
 
-def _section(distribution: list[int], config: ProVPTConfig, auto_mapping: dict[str, str]) -> str:
+def _section(
+    distribution: list[int], config: ProVPTConfig, auto_mapping: dict[str, str], picture: bool = False
+) -> str:
     undistributed, *counts = distribution
     columns = [str(number) for number in range(1, len(counts) + 1)]
     rows = [["block", *columns], ["---"] * (len(counts) + 1), ["prompts", *map(str, counts)]]
@@ -145,6 +151,8 @@ def _section(distribution: list[int], config: ProVPTConfig, auto_mapping: dict[s
         f"This adapter has {sum(distribution)} prompts in a vision transformer of {len(counts)} blocks{spare}. "
         "The distribution over the blocks:",
         table,
+        *(["![Prompts in each block](" + PICTURE + ")"] if picture else []),
+        *_training(config.training or {}),
         "## How to load it",
         "The adapter needs the package `provpt-peft`. `import provpt_peft` is what teaches PEFT the method: "
         "`PeftModel.from_pretrained` needs it too.",
@@ -153,6 +161,38 @@ def _section(distribution: list[int], config: ProVPTConfig, auto_mapping: dict[s
     if not is_hub_id(config.base_model_name_or_path):
         parts.append("The base model was not from the Hub: the adapter has to be loaded where that model is at hand.")
     return "\n\n".join(parts)
+
+
+def _training(training: dict[str, Any]) -> list[str]:
+    """Paragraphs on how the prompts were relocated, and on the last evaluation."""
+    parts = []
+    if "epochs" in training:
+        from .relocation import RelocationConfig
+
+        default = asdict(RelocationConfig())
+        changed = {name: value for name, value in training["relocation"].items() if value != default.get(name)}
+        moved = [record for record in training["history"] if record["block"] not in (None, record["from_block"])]
+        parts.append(
+            f"The prompts were relocated while they were trained: {len(moved)} moves in {training['epochs']} epochs, "
+            f"with the settings of `RelocationConfig` ({json.dumps(changed)[1:-1] or 'the default'})."
+        )
+    metrics = {name: value for name, value in training.get("metrics", {}).items() if isinstance(value, (int, float))}
+    if metrics:
+        rows = [f"| {name.removeprefix('eval_')} | {value:.4g} |" for name, value in metrics.items()]
+        parts += ["## The last evaluation", "\n".join(["| | |", "| --- | --- |", *rows])]
+    return parts
+
+
+def _draw(folder: Path, config: ProVPTConfig) -> bool:
+    """Draw the distribution of a relocated adapter into its folder, where matplotlib is installed."""
+    if not (config.training or {}).get("history"):
+        return False
+    try:
+        from . import viz
+    except ImportError:
+        return False
+    viz.plot_distribution(folder).savefig(folder / PICTURE, dpi=100)
+    return True
 
 
 def _snippet(config: ProVPTConfig, auto_mapping: dict[str, str]) -> str:

@@ -12,6 +12,7 @@ from training import STEPS_AN_EPOCH, Images, assert_equal, make_trainer, outcome
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from provpt_peft import RelocationConfig, RelocationTrainerCallback, Relocator
+from provpt_peft.reporting import report_distribution
 
 
 class Watch(TrainerCallback):
@@ -258,6 +259,45 @@ def test_tensorboard_gets_them(tmp_path):
     (events,) = tmp_path.rglob("events.out.tfevents*")
     scalars = EventAccumulator(str(events)).Reload().Scalars("train/relocation/reward")
     assert [event.step for event in scalars] == [12, 18, 24]
+
+
+def test_tensorboard_gets_the_distribution(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trainer, callback = trained(tmp_path, report_to="tensorboard")
+    (events,) = tmp_path.rglob("events.out.tfevents*")
+    (*_, last) = EventAccumulator(str(events)).Reload().Histograms("relocation/distribution")
+    assert last.step == 24
+    histogram = last.histogram_value
+    edges, counts = list(histogram.bucket_limit), list(histogram.bucket)
+    by_block = [sum(c for e, c in zip(edges, counts, strict=True) if b - 0.5 < e <= b + 0.5) for b in range(1, 5)]
+    assert by_block == trainer.model.base_model.prompt_distribution()
+    assert len(callback.history) == 3
+
+
+def test_reporters_with_histograms_of_their_own():
+    """As the packages of Weights & Biases 0.31 and Trackio 0.43 take them."""
+
+    class Package:
+        logged = []
+
+        class Histogram:
+            def __init__(self, np_histogram):
+                self.np_histogram = np_histogram
+
+        def log(self, values):
+            self.logged.append(values)
+
+    class WandbCallback:
+        _wandb, _initialized = Package(), True
+
+    class TrackioCallback:
+        _trackio, _initialized = Package(), False
+
+    report_distribution([WandbCallback(), TrackioCallback(), object()], [2, 0, 1], step=7)
+    ((logged,),) = [WandbCallback._wandb.logged]
+    assert logged["train/global_step"] == 7
+    assert logged["relocation/distribution"].np_histogram == ([2, 0, 1], [0.5, 1.5, 2.5, 3.5])
 
 
 def test_evaluation_does_not_touch_the_scores(tmp_path):

@@ -52,6 +52,7 @@ def assert_close(history, expected):
     for record, other in zip(history, expected, strict=True):
         record, other = dict(record), dict(other)
         assert record.pop("note") is other.pop("note") is None
+        assert record.pop("block_idleness") == pytest.approx(other.pop("block_idleness"), rel=0, abs=1e-6)
         assert record.pop("policy") == pytest.approx(other.pop("policy"), rel=0, abs=1e-4)
         assert record == pytest.approx(other, rel=0, abs=1e-6)
 

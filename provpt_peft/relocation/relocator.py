@@ -13,6 +13,7 @@ from accelerate.utils import extract_model_from_parallel, send_to_device
 from torch import nn
 
 from ..model import ProVPTModel
+from ..modes import in_eval_mode
 from ..prompts import Observation, moments_of
 from .allocation import Choice, Situation, make_policy
 from .config import RelocationConfig
@@ -40,6 +41,7 @@ class Relocation:
         block: a*, block it was given to, 1 … L, or 0 if it was pruned for good.
         idleness: Its score when it was pruned, in loss units. None for a prompt from the reserve.
         idleness_stderr: Standard error of that score over images.
+        block_idleness: Mean score of each block's prompts at that time, L numbers; None where there are none.
         loss_before: Mean loss of the epoch before the move, on training images or on the score batches.
         loss_after: The same of the epoch after the move; None until it is known.
         reward: What the policy learned from the move, in loss units; None until it is known.
@@ -53,6 +55,7 @@ class Relocation:
     block: int | None = None
     idleness: float | None = None
     idleness_stderr: float | None = None
+    block_idleness: list[float | None] = field(default_factory=list)
     loss_before: float | None = None
     loss_after: float | None = None
     reward: float | None = None
@@ -230,10 +233,14 @@ class Relocator:
             self._note_not_finite()
             return []
         self._reward(idleness, loss)
-        if not move:
-            return []
-        moves = self._prune(idleness, loss) if self.config.adjust == "prune" else self._relocate(idleness, loss)
+        means = self._block_means(idleness)
+        moves = []
+        if move:
+            moves = self._prune(idleness, loss) if self.config.adjust == "prune" else self._relocate(idleness, loss)
+        for record in moves:
+            record.block_idleness = means
         self.history += moves
+        self._remember()
         if moves:
             first = moves[0]
             details = {
@@ -244,6 +251,20 @@ class Relocator:
             }
             self.metrics |= {"moves": len(moves)} | {k: v for k, v in details.items() if v is not None}
         return moves
+
+    def _block_means(self, idleness: Idleness) -> list[float | None]:
+        blocks = self.tuner.prompt_blocks(self.adapter_name).cpu()
+        means = [idleness.score[blocks == block].mean().item() for block in range(1, self.tuner.num_blocks + 1)]
+        return [None if math.isnan(mean) else mean for mean in means]
+
+    def _remember(self) -> None:
+        """Leave a record of the training in the adapter's config, which is saved with it."""
+        config = self.tuner.peft_config[self.adapter_name]
+        config.training = (config.training or {}) | {
+            "relocation": asdict(self.config),
+            "epochs": self.epoch,
+            "history": [asdict(relocation) for relocation in self.history],
+        }
 
     def _gather(self) -> torch.Tensor | None:
         """The moments and the loss of the steps since the last call, summed over all processes: the moments'
@@ -275,27 +296,24 @@ class Relocator:
         """Scores and mean loss on batches, in eval mode, the same in all processes."""
         # Without a wrapper, which would wait for a backward pass, and not compiled for eval mode.
         model = extract_model_from_parallel(self.model, keep_torch_compile=False)
-        was_training = [module for module in model.modules() if module.training]
         num_prompts = len(self.tuner.prompts(self.adapter_name))
         window, exact = IdlenessWindow(num_prompts, self.window.curvature), IdlenessWindow(num_prompts)
-        model.eval()
         try:
-            if self.config.idleness == "exact":
-                removed = (self.tuner.prompt_blocks(self.adapter_name) != 0).nonzero()[:, 0].tolist()
-                loss = self._evaluate(batches, lambda batch: self._remove_each(model, batch, removed, exact))
-                return exact.scores(agreed(exact.sums, self._device)), loss
-            loss = self._evaluate(batches, lambda batch: self._differentiate(model, batch, window))
-            idleness = window.scores(agreed(window.sums, self._device))
-            if self.config.screen and idleness.is_finite():
-                removed = self.ranking(idleness)[: self.config.screen]
-                self._evaluate(batches, lambda batch: self._remove_each(model, batch, removed, exact))
-                idleness.score[removed] = exact.scores(agreed(exact.sums, self._device)).score[removed]
-                idleness.exact[removed] = True
-            return idleness, loss
+            with in_eval_mode(model):
+                if self.config.idleness == "exact":
+                    removed = (self.tuner.prompt_blocks(self.adapter_name) != 0).nonzero()[:, 0].tolist()
+                    loss = self._evaluate(batches, lambda batch: self._remove_each(model, batch, removed, exact))
+                    return exact.scores(agreed(exact.sums, self._device)), loss
+                loss = self._evaluate(batches, lambda batch: self._differentiate(model, batch, window))
+                idleness = window.scores(agreed(window.sums, self._device))
+                if self.config.screen and idleness.is_finite():
+                    removed = self.ranking(idleness)[: self.config.screen]
+                    self._evaluate(batches, lambda batch: self._remove_each(model, batch, removed, exact))
+                    idleness.score[removed] = exact.scores(agreed(exact.sums, self._device)).score[removed]
+                    idleness.exact[removed] = True
+                return idleness, loss
         finally:
             self.tuner.bank.observation = None
-            for module in was_training:
-                module.training = True
 
     def _evaluate(self, batches: Iterable[dict[str, Any]], loss_of: Callable[[dict[str, Any]], float]) -> float:
         """The mean over batches of a function that returns a batch's loss."""

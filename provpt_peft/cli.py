@@ -1,0 +1,111 @@
+"""`provpt`: look at adapters from the command line.
+
+provpt show ADAPTER                     base model, labels, prompts in each block, relocations
+provpt plot ADAPTER -o picture.png      the distribution over blocks, and over time where it is known
+provpt check ADAPTER                    exit code 1 and a reason where something is broken
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from . import __version__
+from .hub import Adapter, distribution_of, read_adapter
+
+
+# Of the longest bar of `show`, in characters.
+_LONGEST = 40
+# Labels that `show` names.
+_MOST_LABELS = 10
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command. Returns its exit code: 0, or 1 with a reason on stderr.
+
+    Args:
+        arguments: Those of the command line by default.
+    """
+    parser = argparse.ArgumentParser(
+        prog="provpt", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"provpt_peft {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{show,plot,check}")
+    for name, function, explanation in (
+        ("show", _show, "print what an adapter is"),
+        ("plot", _plot, "draw the distribution of an adapter's prompts"),
+        ("check", _check, "check an adapter's files"),
+    ):
+        command = commands.add_parser(name, help=explanation, description=explanation)
+        command.add_argument("adapter", type=Path, help="folder that save_pretrained or the Trainer wrote")
+        command.set_defaults(function=function)
+        if name == "plot":
+            command.add_argument("-o", "--output", type=Path, required=True, help="picture to write, such as out.png")
+            command.add_argument(
+                "--kind", choices=("auto", "blocks", "time", "idleness"), default="auto",
+                help="prompts by block, prompts over time, or idleness over time (default: over time where known)",
+            )  # fmt: skip
+    options = parser.parse_args(arguments)
+    try:
+        options.function(options)
+    except (ValueError, ImportError, OSError) as error:
+        print(f"provpt {options.command}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _show(options: argparse.Namespace) -> None:
+    print(describe(read_adapter(options.adapter)))
+
+
+def describe(adapter: Adapter) -> str:
+    """What an adapter is, in a few lines, with its prompts in each block as a bar chart."""
+    config, tensors = adapter
+    undistributed, *counts = distribution_of(adapter)
+    training = config.training or {}
+    history = training.get("history", [])
+    moves = [record for record in history if record.get("block") not in (None, record.get("from_block"))]
+    labels = list((config.id2label or {}).values())
+    named = ", ".join(labels[:_MOST_LABELS]) + (", …" if len(labels) > _MOST_LABELS else "")
+    parameters = sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point())
+    rows = {
+        "base model": config.base_model_name_or_path or "not known",
+        "labels": f"{len(labels)}: {named}" if labels else "none",
+        "prompts": f"{sum(counts)} in {len(counts)} blocks" + (f", {undistributed} in none" if undistributed else ""),
+        "parameters": f"{parameters:,} that were trained",
+        "relocations": f"{len(moves)} moves in {training['epochs']} epochs" if "epochs" in training else "not known",
+        "made with": f"provpt_peft {config.provpt_version}",
+    }
+    metrics = training.get("metrics", {})
+    rows |= {name: f"{value:g}" for name, value in metrics.items() if isinstance(value, (int, float))}
+    width = max(map(len, rows))
+    lines = [f"{name:{width}}  {value}" for name, value in rows.items()]
+    scale = min(1.0, _LONGEST / max(*counts, 1))
+    bars = [
+        f"block {block:>2}  {'█' * round(count * scale):{_LONGEST}} {count}" for block, count in enumerate(counts, 1)
+    ]
+    return "\n".join([*lines, "", *bars])
+
+
+def _plot(options: argparse.Namespace) -> None:
+    from . import viz
+
+    run = viz.read_run(options.adapter)
+    kind = options.kind if options.kind != "auto" else ("time" if run.history else "blocks")
+    draw = {
+        "blocks": viz.plot_distribution,
+        "time": viz.plot_distribution_over_time,
+        "idleness": viz.plot_idleness,
+    }[kind]
+    draw(run).savefig(options.output, dpi=150)
+    print(f"The picture is in {options.output}.")
+
+
+def _check(options: argparse.Namespace) -> None:
+    read_adapter(options.adapter)
+    print(f"{options.adapter}: nothing is wrong.")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

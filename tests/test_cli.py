@@ -1,0 +1,97 @@
+"""The command `provpt`."""
+
+import subprocess
+import sys
+
+import pytest
+import tiny
+from PIL import Image
+from training import make_trainer
+
+from provpt_peft import RelocationConfig, cli
+
+
+@pytest.fixture
+def adapter(tmp_path):
+    model = tiny.prompted(tiny.make("vit"), num_prompts=3, reserve=2, id2label={0: "daisy", 1: "rose", 2: "tulip"})
+    model.base_model.move_prompt(0, 4)
+    model.save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def test_show(adapter, capsys):
+    assert cli.main(["show", str(adapter)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    found = {line[:12].strip(): line[13:].strip() for line in lines[:6]}
+    assert found["labels"] == "3: daisy, rose, tulip"
+    assert found["prompts"] == "12 in 4 blocks, 2 in none"
+    # Prompts 14 * 32, head 32 * 3 + 3.
+    assert found["parameters"] == "547 that were trained"
+    assert found["relocations"] == "not known"
+    bars = [line for line in lines if line.startswith("block")]
+    assert [line.count("█") for line in bars] == [2, 3, 3, 4]
+    assert [line.split()[-1] for line in bars] == ["2", "3", "3", "4"]
+
+
+def test_bars_fit_the_terminal(tmp_path, capsys):
+    tiny.prompted(tiny.make("vit"), num_prompts=[200, 100, 0, 50]).save_pretrained(tmp_path)
+    cli.main(["show", str(tmp_path)])
+    bars = [line for line in capsys.readouterr().out.splitlines() if line.startswith("block")]
+    assert [line.count("█") for line in bars] == [40, 20, 0, 10]
+    assert max(map(len, bars)) < 80
+
+
+def test_after_training(tmp_path, capsys):
+    config = RelocationConfig(trigger="always", score_images=8, settle=0.0)
+    trainer, callback = make_trainer(tmp_path, config, eval_strategy="epoch")
+    trainer.train()
+    trainer.model.save_pretrained(tmp_path / "adapter")
+    assert cli.main(["show", str(tmp_path / "adapter")]) == 0
+    shown = capsys.readouterr().out
+    moved = sum(record.block != record.from_block for record in callback.history)
+    assert f"{moved} moves in 4 epochs" in shown
+    assert "eval_loss" in shown
+    for kind in ("auto", "blocks", "time", "idleness"):
+        picture = tmp_path / f"{kind}.png"
+        assert cli.main(["plot", str(tmp_path / "adapter"), "-o", str(picture), "--kind", kind]) == 0
+        with Image.open(picture) as image:
+            assert image.width > 500
+    assert (tmp_path / "auto.png").read_bytes() == (tmp_path / "time.png").read_bytes()
+    # The card has the picture too.
+    card = (tmp_path / "adapter" / "README.md").read_text()
+    assert "![Prompts in each block](distribution.png)" in card
+    assert f"{moved} moves in 4 epochs" in card
+    assert '"trigger": "always"' in card
+    assert "| loss |" in card
+    assert (tmp_path / "adapter" / "distribution.png").is_file()
+
+
+def test_plot_without_history_draws_blocks(adapter, tmp_path, capsys):
+    assert cli.main(["plot", str(adapter), "-o", str(tmp_path / "out.png")]) == 0
+    assert cli.main(["plot", str(adapter), "-o", str(tmp_path / "out.png"), "--kind", "time"]) == 1
+    assert "must have a history of relocations" in capsys.readouterr().err
+
+
+def test_check_as_a_process(adapter):
+    command = [sys.executable, "-m", "provpt_peft.cli", "check", str(adapter)]
+    good = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (good.returncode, good.stdout) == (0, f"{adapter}: nothing is wrong.\n")
+    path = adapter / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    broken = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert broken.returncode == 1
+    assert broken.stderr.startswith(f"provpt check: {path}: the file must be complete safetensors")
+    assert "Traceback" not in broken.stderr
+
+
+def test_a_folder_that_is_not_there(capsys):
+    for command in (["show", "nowhere"], ["check", "nowhere"], ["plot", "nowhere", "-o", "out.png"]):
+        assert cli.main(command) == 1
+        assert "an adapter's folder must have this file, got none" in capsys.readouterr().err
+
+
+def test_help(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["--help"])
+    assert stopped.value.code == 0
+    assert "provpt plot ADAPTER" in capsys.readouterr().out

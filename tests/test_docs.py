@@ -1,0 +1,160 @@
+"""The pages: every Python block runs, every link leads somewhere, the site builds without a warning."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import finetune_detection
+import make_notebook
+import nbformat
+import numpy as np
+import pytest
+import tiny
+import torch
+import transformers
+from peft import get_peft_model
+from PIL import Image
+from training import Images
+from transformers import TrainingArguments, ViTImageProcessor
+
+from provpt_peft import ProVPTConfig, RelocationTrainerCallback
+from provpt_peft.backbones import FAMILIES, BackboneFamily
+
+
+ROOT = tiny.FOLDER.parent
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+VIT, SWIN = "google/vit-base-patch16-224-in21k", "microsoft/swin-tiny-patch4-window7-224"
+
+
+def blocks(page):
+    return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    """Tiny models in the places of those that the pages name, and what they take: 224 px."""
+    # As on the Hub: the ViT without a head, the Swin with that of other classes.
+    tiny.make("vit", image_size=224, patch_size=56).vit.save_pretrained(tmp_path / "vit")
+    tiny.make("swin", num_labels=5).save_pretrained(tmp_path / "swin")
+    for name in ("vit", "swin"):
+        ViTImageProcessor(size={"height": 224, "width": 224}).save_pretrained(tmp_path / name)
+    return {VIT: str(tmp_path / "vit"), SWIN: str(tmp_path / "swin")}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty place to run in, with a few images of one's own."""
+    generator = np.random.default_rng(0)
+    for label in ("cat", "dog"):
+        for number in range(10):
+            path = tmp_path / "run" / "my-images" / label / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(generator.integers(0, 255, (20, 20, 3), dtype=np.uint8)).save(path)
+    monkeypatch.chdir(tmp_path / "run")
+    monkeypatch.setattr(transformers.TrainingArguments, "use_cpu", True, raising=False)
+    return tmp_path / "run"
+
+
+def given(page, checkpoints):
+    """What a page takes for granted."""
+    arguments = TrainingArguments(
+        "out", num_train_epochs=3, per_device_train_batch_size=4, report_to="none", remove_unused_columns=False
+    )
+    names = dict(Trainer=transformers.Trainer, args=arguments, get_peft_model=get_peft_model)
+    if page == "README.md":
+        base = transformers.ViTForImageClassification.from_pretrained
+        vit, fresh = (base(checkpoints[VIT], num_labels=3) for _ in range(2))
+        data = Images()
+        data.pixel_values = torch.nn.functional.interpolate(data.pixel_values, (224, 224))
+        return names | dict(vit=vit, fresh_vit=fresh, train=data, validation=data)
+    if page == "tasks.md":
+        swin = transformers.SwinConfig(**tiny.settings_of("swin"), out_features=["stage2", "stage3"])
+        config = transformers.DeformableDetrConfig(
+            backbone_config=swin, d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=2,
+            decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, num_queries=4, num_feature_levels=2,
+        )  # fmt: skip
+        label = {"class_labels": torch.tensor([1]), "boxes": torch.tensor([[0.5, 0.5, 0.2, 0.2]])}
+        train = [{"pixel_values": image, "labels": label} for image in tiny.images(8)]
+        return names | dict(
+            config=config, train=train, collate=finetune_detection.collate, ProVPTConfig=ProVPTConfig,
+            DeformableDetrForObjectDetection=transformers.DeformableDetrForObjectDetection,
+            RelocationTrainerCallback=RelocationTrainerCallback,
+        )  # fmt: skip
+    return {}
+
+
+def with_checkpoints(code, checkpoints):
+    for name, path in checkpoints.items():
+        code = code.replace(name, path)
+    return code
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set:UserWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore:You are using the legacy TorchScript-based ONNX export:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The feature will be removed:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Constant folding - Only steps=1 can be constant folded:UserWarning")
+@pytest.mark.parametrize("page", ["README.md", "quickstart.md", "howto.md", "tasks.md"])
+def test_snippets_run(page, checkpoints, folder):
+    namespace = given(page, checkpoints)
+    path = next(path for path in PAGES if path.name == page)
+    for number, code in enumerate(blocks(path)):
+        exec(compile(with_checkpoints(code, checkpoints), f"{page}, block {number}", "exec"), namespace)
+
+
+def test_each_page_with_snippets_is_run_somewhere():
+    with_snippets = {page.name for page in PAGES if blocks(page)}
+    assert with_snippets == {"quickstart.md", "howto.md", "README.md", "backbones.md", "tasks.md"}
+
+
+def test_the_descriptions_of_a_family_are_right():
+    entry, config = blocks(ROOT / "docs" / "backbones.md")
+    assert eval(entry, dict(BackboneFamily=BackboneFamily)) == FAMILIES[0]
+    assert set(eval(config, dict(ProVPTConfig=ProVPTConfig)).backbone) == {
+        "block",
+        "attention",
+        "norm",
+        "key",
+        "value",
+    }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        path, _, anchor = target.partition("#")
+        if path.startswith(("http://", "https://")):
+            continue
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE)
+            slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+            assert anchor in slugs, target
+
+
+def test_the_notebook_is_that_of_the_page():
+    assert nbformat.read(make_notebook.NOTEBOOK, 4) == make_notebook.notebook()
+
+
+def test_the_notebook_runs(checkpoints, folder):
+    from nbclient import NotebookClient
+
+    notebook = make_notebook.notebook()
+    for cell in notebook.cells:
+        cell.source = with_checkpoints(cell.source, checkpoints)
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(folder)}}).execute()
+    assert (folder / "learned.png").is_file()
+    assert (folder / "digits-provpt" / "adapter_model.safetensors").is_file()
+
+
+def test_the_site_builds_without_a_warning(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr[-3000:]
+    assert "WARNING" not in built.stderr
+    api = (tmp_path / "site" / "api" / "index.html").read_text()
+    for name in ("ProVPTConfig", "Relocator", "load_image_classifier", "plot_distribution_over_time"):
+        assert f'id="provpt_peft.{name}"' in api or f'id="provpt_peft.viz.{name}"' in api
+    assert Path(tmp_path / "site" / "quickstart" / "index.html").is_file()

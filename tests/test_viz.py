@@ -1,0 +1,235 @@
+"""Pictures: the data in their axes, not only that there is a file."""
+
+import json
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from training import STEPS_AN_EPOCH, make_trainer
+
+from provpt_peft import ProVPTConfig, Relocation, RelocationConfig, Relocator, viz
+from provpt_peft.history import Run, read_run
+
+
+def move(epoch, prompt, from_block, block, **others):
+    return Relocation(epoch, prompt, from_block, block, idleness=0.1, **others)
+
+
+# Two blocks start with 3 prompts each; before epochs 2 and 4 one goes from the first to the second.
+RUN = Run([1, 5], [move(1, 0, 1, 2), Relocation(2, note="nothing"), move(3, 1, 1, 2)], epochs=4)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    config = RelocationConfig(trigger="always", score_images=8, settle=0.0)
+    trainer, callback = make_trainer(folder, config, eval_strategy="epoch", save_strategy="epoch")
+    trainer.compute_metrics = lambda prediction: {"half": 0.5}
+    trainer.train()
+    trainer.model.save_pretrained(folder / "adapter")
+    return folder, trainer, callback
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+def test_the_distribution_over_time_by_hand():
+    assert RUN.over_time() == [[3, 3], [2, 4], [2, 4], [1, 5]]
+
+
+def test_prompts_from_and_to_no_block():
+    run = Run([3, 1], [move(1, 0, 0, 1), move(2, 1, 2, 0)], epochs=3)
+    assert run.over_time() == [[2, 2], [3, 2], [3, 1]]
+
+
+def test_all_sources_tell_the_same(trained):
+    folder, trainer, callback = trained
+    assert len(callback.history) == 3
+    start = [3] * 4
+    runs = [read_run(s) for s in (callback, callback.relocator, folder / "adapter")]
+    runs.append(read_run(folder / f"checkpoint-{4 * STEPS_AN_EPOCH}"))
+    for run in runs:
+        assert run.distribution == trainer.model.base_model.prompt_distribution()
+        assert [(m.epoch, m.prompt, m.from_block, m.block) for m in run.moves] == [
+            (m.epoch, m.prompt, m.from_block, m.block) for m in callback.history
+        ]
+        assert run.over_time()[0] == start
+    assert [entry["eval_half"] for entry in runs[-1].logs if "eval_half" in entry] == [0.5] * 4
+    # A checkpoint of the second epoch knows one move.
+    early = read_run(folder / f"checkpoint-{2 * STEPS_AN_EPOCH}")
+    assert len(early.moves) == 1
+    assert early.over_time() == runs[0].over_time()[:2]
+
+
+def test_what_cannot_be_read():
+    with pytest.raises(ValueError, match="training has not begun"):
+        read_run(make_trainer("unused")[1])
+    with pytest.raises(ValueError, match="must have this file, got none"):
+        read_run("no/such/folder")
+    with pytest.raises(ValueError, match="must have a history of relocations"):
+        viz.plot_distribution_over_time(Run([1, 2]))
+
+
+def test_the_best_model_s_history_ends_with_it(tmp_path):
+    config = RelocationConfig(trigger="always", score_images=8, settle=0.0)
+    scores = iter([1.0, 3.0, 2.0, 1.0])
+    trainer, callback = make_trainer(
+        tmp_path, config, eval_strategy="epoch", save_strategy="epoch", load_best_model_at_end=True,
+        metric_for_best_model="eval_score", greater_is_better=True, save_total_limit=1,
+    )  # fmt: skip
+    trainer.compute_metrics = lambda prediction: {"score": next(scores)}
+    trainer.train()
+    assert len(callback.history) == 3
+    training = trainer.model.peft_config["default"].training
+    assert len(training["history"]) == 1
+    assert training["metrics"]["eval_score"] == 3.0
+    trainer.model.save_pretrained(tmp_path / "adapter")
+    run = read_run(tmp_path / "adapter")
+    assert run.over_time()[0] == [3] * 4
+    assert run.distribution == trainer.model.base_model.prompt_distribution()
+
+
+# ---- pictures of runs -----------------------------------------------------------------------------------------------
+
+
+def test_bars_of_several_runs():
+    figure = viz.plot_distribution({"ours": RUN, "uniform": Run([3, 3])})
+    (axes,) = figure.axes
+    heights = [[bar.get_height() for bar in bars] for bars in axes.containers]
+    assert heights == [[1, 5], [3, 3]]
+    # Side by side around the block's number.
+    centres = [[bar.get_x() + bar.get_width() / 2 for bar in bars] for bars in axes.containers]
+    np.testing.assert_allclose(np.mean(centres, axis=0), [1, 2])
+    assert axes.get_xlabel() == "block"
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["uniform", "ours", "uniform"]
+    assert axes.lines[0].get_ydata()[0] == 3
+
+
+def test_runs_of_other_backbones_do_not_go_side_by_side():
+    with pytest.raises(ValueError, match=r"same number of blocks, got \{'a': 2, 'b': 3\}"):
+        viz.plot_distribution({"a": Run([1, 2]), "b": Run([1, 2, 3])})
+
+
+def test_heat_map_with_arrows():
+    axes = viz.plot_distribution_over_time(RUN).axes[0]
+    (image,) = axes.images
+    assert image.get_array().tolist() == [[3, 2, 2, 1], [3, 4, 4, 5]]
+    assert image.get_extent() == [0.5, 4.5, 0.5, 2.5]
+    # Between the first and the second epoch, and between the third and the fourth.
+    assert [(arrow.xyann, arrow.xy) for arrow in axes.texts] == [((1.5, 1), (1.5, 2)), ((3.5, 1), (3.5, 2))]
+
+
+def test_idleness_of_blocks():
+    run = Run([1, 5], [move(1, 0, 1, 2, block_idleness=[0.5, None]), move(3, 1, 1, 2, block_idleness=[-1.0, 0.2])], 4)
+    (image,) = viz.plot_idleness(run).axes[0].images
+    table = image.get_array().filled(np.nan)
+    np.testing.assert_allclose(table, [[0.5, np.nan, -1.0], [np.nan, np.nan, 0.2]], rtol=1e-6)
+    assert image.get_clim() == (-1, 1)
+    with pytest.raises(ValueError, match="must hold the blocks' idleness"):
+        viz.plot_idleness(RUN)
+
+
+def test_curves(trained, tmp_path):
+    folder, *_ = trained
+    other = [{"epoch": 1.0, "eval_half": 0.1}, {"epoch": 1.0, "loss": 2.0}, {"epoch": 2.0, "eval_half": 0.2}]
+    figure = viz.plot_metric({"a": folder / f"checkpoint-{4 * STEPS_AN_EPOCH}", "b": other}, "eval_half")
+    first, second = figure.axes[0].lines
+    assert first.get_xydata().tolist() == [[1, 0.5], [2, 0.5], [3, 0.5], [4, 0.5]]
+    assert second.get_xydata().tolist() == [[1, 0.1], [2, 0.2]]
+    with pytest.raises(ValueError, match=r"must have the metric 'eval_accuracy', got \['eval_half'\]"):
+        viz.plot_metric({"b": other})
+
+
+# ---- pictures of models ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["vit", "dinov2", "data2vec", "swin", "swinv2"])
+def test_attention_on_prompts(family):
+    """Against a model whose eager attention gives its weights."""
+    model = tiny.prompted(tiny.make(family), num_prompts=2).train()
+    counts = [1, 3, *[2] * (model.base_model.num_blocks - 2)]
+    model.base_model.move_prompt(0, 2)
+    means = viz.prompt_attention(model, **tiny.inputs(family))
+    assert [len(block) for block in means] == counts
+    assert all(0 < weight < 1 for block in means for weight in block)
+    assert model.training
+    assert not any("attend" in vars(block) for block in model.base_model.blocks)
+    if family in ("vit", "dinov2"):
+        base = tiny.make(family, attn_implementation="eager")
+        eager = tiny.prompted(base, num_prompts=2)
+        eager.base_model.prompts().data.copy_(model.base_model.prompts())
+        eager.base_model.move_prompt(0, 2)
+        weights = eager(**tiny.inputs(family), output_attentions=True).attentions
+        expected = [block[:, :, 0, 17:].mean(dim=(0, 1)).tolist() for block in weights]
+        for mine, theirs in zip(means, expected, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-4)
+    axes = viz.plot_prompt_attention(model, **tiny.inputs(family)).axes[0]
+    np.testing.assert_allclose([bar.get_height() for bar in axes.patches], [sum(block) for block in means], rtol=1e-6)
+
+
+def test_maps_of_attention_show_where_the_class_token_looks():
+    model = tiny.prompted(tiny.make("vit"), num_prompts=2)
+    maps = viz.attention_map(model, tiny.images())
+    assert maps.shape == (2, 4, 4)
+    torch.testing.assert_close(maps.sum(dim=(1, 2)), torch.ones(2))
+    eager = tiny.prompted(tiny.make("vit", attn_implementation="eager"), num_prompts=2)
+    eager.base_model.prompts().data.copy_(model.base_model.prompts())
+    last = eager(pixel_values=tiny.images(), output_attentions=True).attentions[-1][:, :, 0, 1:17].mean(dim=1)
+    torch.testing.assert_close(maps, (last / last.sum(dim=1, keepdim=True)).view(2, 4, 4), atol=1e-5, rtol=1e-4)
+    figure = viz.plot_attention_maps({"VPT-Deep": model, "PRO-VPT": model}, tiny.images())
+    assert [axes.get_title() for axes in figure.axes[:3]] == ["image", "VPT-Deep", "PRO-VPT"]
+    np.testing.assert_allclose(figure.axes[1].images[1].get_array(), maps[0], rtol=1e-6)
+    with pytest.raises(ValueError, match="which Swin has not"):
+        viz.attention_map(tiny.prompted(tiny.make("swin")), tiny.images())
+
+
+def test_models_without_prompts():
+    with pytest.raises(ValueError, match="has no PROVPT adapter"):
+        viz.prompt_attention(tiny.make("vit"), pixel_values=tiny.images())
+
+
+def test_features_through_pruning_allocation_and_tuning(tmp_path):
+    config = RelocationConfig(trigger="always", score_images=8, settle=0.0, start="fresh")
+    trainer, callback = make_trainer(tmp_path, config, learning_rate=0.0)
+    changes = viz.FeatureChanges(callback, pixel_values=tiny.images(3))
+    trainer.add_callback(changes)
+    trainer.train()
+    assert [change["epoch"] for change in changes.changes] == [1, 2, 3]
+    for change in changes.changes:
+        assert set(change) == {"epoch", "pruning", "allocation", "tuning"}
+        assert all(0.5 < change[stage] < 1 - 1e-6 for stage in ("pruning", "allocation"))
+        # Nothing was learned.
+        assert change["tuning"] == pytest.approx(1, abs=1e-6)
+    lines = viz.plot_feature_similarity(changes.changes).axes[0].lines
+    assert [line.get_label() for line in lines] == ["pruning", "allocation", "tuning"]
+    assert lines[2].get_ydata().tolist() == [change["tuning"] for change in changes.changes]
+    with pytest.raises(ValueError, match="nothing was relocated"):
+        viz.plot_feature_similarity([])
+
+
+def test_the_record_in_a_config_is_json(trained):
+    folder, *_ = trained
+    training = json.loads((folder / "adapter" / "adapter_config.json").read_text())["training"]
+    assert training["epochs"] == 4
+    assert training["relocation"]["trigger"] == "always"
+    assert len(training["history"]) == 3
+    assert training["metrics"]["eval_half"] == 0.5
+    assert not any("runtime" in name or "per_second" in name for name in training["metrics"])
+    assert ProVPTConfig.from_pretrained(folder / "adapter").training == training
+    means = training["history"][0]["block_idleness"]
+    assert len(means) == 4
+    with pytest.raises(ValueError, match="`training` must be a dict"):
+        ProVPTConfig(training=[1])
+
+
+def test_idleness_of_blocks_is_the_mean_of_their_prompts():
+    model = tiny.prompted(tiny.make("vit"))
+    batch = dict(pixel_values=tiny.images(4), labels=tiny.labels(4))
+    relocator = Relocator(model, RelocationConfig(trigger="always", idleness="exact"), score_batches=[batch])
+    scores, _ = relocator.measure([batch])
+    blocks = model.base_model.prompt_blocks()
+    relocator.record_step(1.0)
+    (record,) = relocator.relocate()
+    expected = [scores.score[blocks == block].mean().item() for block in range(1, 5)]
+    assert record.block_idleness == pytest.approx(expected)
