@@ -70,9 +70,9 @@ class PromptedBlock:
 
     def remove(self) -> None:
         """Take the prompts out of the block and make its attention what it was."""
-        del self.attention.provpt_block
+        self.attention.__dict__.pop("provpt_block", None)
         if self.family.own_attention is not None:
-            del self.attention.forward
+            self.attention.__dict__.pop("forward", None)
         else:
             self.attention.config = self.config
         if self._hook is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import os
 from collections.abc import Callable
 from dataclasses import asdict
@@ -27,7 +28,7 @@ from .reporting import report_distribution
 logger = logging.getLogger(__name__)
 
 # Ends of the names of what the Trainer measures of an evaluation's speed.
-_SPEED = ("_runtime", "_per_second")
+_SPEED = ("_runtime", "_per_second", "_preparation_time")
 
 T = TypeVar("T")
 
@@ -72,6 +73,7 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
         self.relocator: Relocator | None = None
         self._handler: CallbackHandler | None = None
         self._last_logged_step = 0
+        self._evaluated_step: int | None = None
         self._inside_epoch = False
         self._due = False
 
@@ -108,9 +110,10 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
         self._handler = _caller(CallbackHandler)
         compute_loss, trainer = self.compute_loss, _caller(Trainer)
         if compute_loss is None and trainer is not None:
-            # It takes the labels out of the batch.
+            # As in its evaluation. It takes the labels out of the batch.
             def compute_loss(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-                return trainer.compute_loss(model, dict(batch))
+                count = trainer._get_num_items_in_batch([batch], args.device)
+                return trainer.compute_loss(model, dict(batch), num_items_in_batch=count)
 
         batches = self._score_batches(args, train_dataloader)
         self.relocator = Relocator(model, self.config, optimizer, batches, compute_loss)
@@ -214,21 +217,27 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
         **kwargs: Any,
     ) -> None:
         # For the model card. Not how fast this machine is.
-        kept = {name: value for name, value in (metrics or {}).items() if not name.endswith(_SPEED)}
-        if kept and self.relocator is not None:
-            self._adapter_config.training = (self._adapter_config.training or {}) | {"metrics": kept}
+        kept = {
+            name: value
+            for name, value in (metrics or {}).items()
+            if name != "epoch" and not name.endswith(_SPEED) and math.isfinite(value)
+        }
+        if not kept or self.relocator is None:
+            return
+        training = self._adapter_config.training or {}
+        # Several data sets are evaluated one after the other.
+        earlier = training.get("metrics", {}) if self._evaluated_step == state.global_step else {}
+        self._adapter_config.training = training | {"metrics": earlier | kept}
+        self._evaluated_step = state.global_step
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         # The best model is an earlier one, and knows no later relocations.
-        if not args.load_best_model_at_end or state.best_model_checkpoint is None:
-            return
-        # PEFT gives adapters of other names than `default` a folder each.
-        name = self._running.adapter_name
-        folder = os.path.join(state.best_model_checkpoint, "" if name == "default" else name)
-        if os.path.isdir(folder):
-            self._adapter_config.training = ProVPTConfig.from_pretrained(folder).training
+        # transformers finds that of the adapter `default` only.
+        best = state.best_model_checkpoint if args.load_best_model_at_end else None
+        if best is not None and self._running.adapter_name == "default" and os.path.isdir(best):
+            self._adapter_config.training = ProVPTConfig.from_pretrained(best).training
 
     @property
     def _adapter_config(self) -> ProVPTConfig:

@@ -39,7 +39,7 @@ class CheckpointInputs:
         """Give the model its own way back."""
         if self._hook is not None:
             self._hook.remove()
-            del self.model.__dict__["enable_input_require_grads"]
+            self.model.__dict__.pop("enable_input_require_grads", None)
 
     def _do_nothing(self) -> None:
         """In the place of transformers' `enable_input_require_grads`: the hook sees to it where it is needed."""

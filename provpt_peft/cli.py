@@ -8,10 +8,12 @@ provpt check ADAPTER                    exit code 1 and a reason where something
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from pathlib import Path
 
 from . import __version__
+from .history import run_of
 from .hub import Adapter, distribution_of, read_adapter
 
 
@@ -47,6 +49,8 @@ def main(arguments: list[str] | None = None) -> int:
                 help="prompts by block, prompts over time, or idleness over time (default: over time where known)",
             )  # fmt: skip
     options = parser.parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # terminals without bars
     try:
         options.function(options)
     except (ValueError, ImportError, OSError) as error:
@@ -63,28 +67,28 @@ def describe(adapter: Adapter) -> str:
     """What an adapter is, in a few lines, with its prompts in each block as a bar chart."""
     config, tensors = adapter
     undistributed, *counts = distribution_of(adapter)
-    training = config.training or {}
-    history = training.get("history", [])
-    moves = [record for record in history if record.get("block") not in (None, record.get("from_block"))]
+    run = run_of(config, counts)
     labels = list((config.id2label or {}).values())
     named = ", ".join(labels[:_MOST_LABELS]) + (", …" if len(labels) > _MOST_LABELS else "")
     parameters = sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point())
+    where = "the first block, as tokens" if config.shallow else f"{len(counts)} blocks"
     rows = {
         "base model": config.base_model_name_or_path or "not known",
         "labels": f"{len(labels)}: {named}" if labels else "none",
-        "prompts": f"{sum(counts)} in {len(counts)} blocks" + (f", {undistributed} in none" if undistributed else ""),
+        "prompts": f"{sum(counts)} in {where}" + (f", {undistributed} in none" if undistributed else ""),
         "parameters": f"{parameters:,} that were trained",
-        "relocations": f"{len(moves)} moves in {training['epochs']} epochs" if "epochs" in training else "not known",
+        "relocations": f"{run.num_moves} moves in {run.epochs} epochs" if run.epochs else "not known",
         "made with": f"provpt_peft {config.provpt_version}",
     }
-    metrics = training.get("metrics", {})
-    rows |= {name: f"{value:g}" for name, value in metrics.items() if isinstance(value, (int, float))}
+    rows |= {name: f"{value:g}" for name, value in run.metrics.items()}
     width = max(map(len, rows))
     lines = [f"{name:{width}}  {value}" for name, value in rows.items()]
     scale = min(1.0, _LONGEST / max(*counts, 1))
     bars = [
         f"block {block:>2}  {'█' * round(count * scale):{_LONGEST}} {count}" for block, count in enumerate(counts, 1)
     ]
+    # Names come from the file: they shall not steer the terminal.
+    lines = ["".join(c if c.isprintable() else "?" for c in line) for line in lines]
     return "\n".join([*lines, "", *bars])
 
 

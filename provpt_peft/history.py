@@ -1,21 +1,21 @@
-"""What is known of a run after it: the distribution of its prompts, its relocations, its logs.
+"""What is known of a run after it: the distribution of its prompts, its relocations, its metrics.
 
-Read from a callback or relocator that has run, from a Trainer's checkpoint, or from an adapter's folder.
+An adapter's config keeps a record of its training (`ProVPTConfig.training`). It may come from anywhere, so it is
+checked before anything is made of it.
 """
 
 from __future__ import annotations
 
-import json
-import os
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from transformers.trainer import TRAINER_STATE_NAME
+from .config import ProVPTConfig
+from .relocation import Relocation
 
-from .callback import RelocationTrainerCallback
-from .hub import distribution_of, read_adapter
-from .relocation import Relocation, Relocator
+
+# More epochs than these are no training but an attack on the memory of whoever draws them.
+_MOST_EPOCHS = 100_000
 
 
 @dataclass
@@ -25,19 +25,28 @@ class Run:
     Args:
         distribution: Prompts in each of the L blocks at the end.
         history: The records of all relocations, oldest first.
-        epochs: E, the epochs that were trained.
+        epochs: E, the epochs that relocation has seen.
+        settings: The settings of relocation, as `RelocationConfig` has them.
+        metrics: Those of the last evaluation.
         logs: What the Trainer logged.
     """
 
     distribution: list[int]
     history: list[Relocation] = field(default_factory=list)
     epochs: int = 0
+    settings: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
     logs: list[dict[str, Any]] = field(default_factory=list)
 
     @property
-    def moves(self) -> list[Relocation]:
-        """The records of those relocations in which a prompt moved."""
+    def choices(self) -> list[Relocation]:
+        """The records of those relocations in which a prompt was given to a block, its own or another."""
         return [record for record in self.history if record.prompt is not None]
+
+    @property
+    def num_moves(self) -> int:
+        """How often a prompt went to another block."""
+        return sum(record.block != record.from_block for record in self.choices)
 
     def with_history(self) -> Run:
         """The run itself.
@@ -55,45 +64,67 @@ class Run:
     def over_time(self) -> list[list[int]]:
         """The distribution in each epoch: E lists of L numbers. The moves are undone from the last one on."""
         table, current = [], list(self.distribution)
-        moves = list(self.moves)
-        for epoch in range(max(self.epochs, *(move.epoch + 1 for move in moves), 1) - 1, -1, -1):
-            table.append(list(current))
+        choices = list(self.choices)
+        epochs = max(self.epochs, *(record.epoch + 1 for record in choices), 1)
+        for epoch in range(epochs - 1, -1, -1):
+            table.append([max(0, count) for count in current])
             # A record's move comes before its epoch, of which `epoch` others came first.
-            while moves and moves[-1].epoch == epoch:
-                move = moves.pop()
-                for block, change in ((move.block, -1), (move.from_block, 1)):
+            while choices and choices[-1].epoch == epoch:
+                record = choices.pop()
+                for block, change in ((record.block, -1), (record.from_block, 1)):
                     if block:
                         current[block - 1] += change
         return table[::-1]
 
 
-def read_run(source: RelocationTrainerCallback | Relocator | Run | str | os.PathLike[str]) -> Run:
-    """Read a run from what is left of it.
+def run_of(config: ProVPTConfig, distribution: Sequence[int]) -> Run:
+    """What an adapter's config says of its training.
 
     Args:
-        source: A callback or a relocator that has run, the folder of a Trainer's checkpoint, or that of an adapter.
+        config: The adapter's config.
+        distribution: Prompts in each of its L blocks.
 
     Raises:
-        ValueError: If there is nothing to read: training has not begun, or the folder has no adapter.
+        ValueError: If the record of the training is not what a relocator writes.
     """
-    if isinstance(source, Run):
-        return source
-    if isinstance(source, RelocationTrainerCallback):
-        if source.relocator is None:
-            raise ValueError("The callback must have run, but training has not begun. Train first.")
-        source = source.relocator
-    if isinstance(source, Relocator):
-        distribution = source.tuner.prompt_distribution(source.adapter_name)
-        return Run(distribution, list(source.history), source.epoch)
-    folder = Path(source)
-    adapter = read_adapter(folder)
-    training = adapter.config.training or {}
-    try:
-        history = [Relocation(**record) for record in training.get("history", [])]
-    except TypeError as error:
-        raise ValueError(f"{folder}: the history must hold records of relocations, got {error}. Save anew.") from None
-    run = Run(distribution_of(adapter)[1:], history, training.get("epochs", 0))
-    state = folder / TRAINER_STATE_NAME
-    if state.is_file():
-        run.logs = json.loads(state.read_text(encoding="utf-8"))["log_history"]
-    return run
+    training = config.training or {}
+    found = {
+        name: _of_type(f"training[{name!r}]", training.get(name, kind()), kind)
+        for name, kind in (("history", list), ("epochs", int), ("relocation", dict), ("metrics", dict))
+    }
+    if not 0 <= found["epochs"] <= _MOST_EPOCHS:
+        raise ValueError(f"`training['epochs']` must be in 0 … {_MOST_EPOCHS}, got {found['epochs']}. Leave it out.")
+    history = [_record(record, len(distribution)) for record in found["history"]]
+    metrics = {str(name): value for name, value in found["metrics"].items() if isinstance(value, (int, float))}
+    return Run(list(distribution), history, found["epochs"], found["relocation"], metrics)
+
+
+def _of_type(name: str, value: Any, kind: type) -> Any:
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise ValueError(f"`{name}` must be of type {kind.__name__}, got {value!r:.80}. Leave `training` out.")
+    return value
+
+
+def _record(record: Any, num_blocks: int) -> Relocation:
+    """A record of a relocation; fields of newer versions are left out."""
+    record = _of_type("training['history']", record, dict)
+    known = {field.name for field in fields(Relocation)}
+    values = {name: value for name, value in record.items() if name in known}
+    bounds = {"epoch": _MOST_EPOCHS, "prompt": None, "from_block": num_blocks, "block": num_blocks}
+    for name, last in bounds.items():
+        value = values.get(name)
+        if value is None and name != "epoch":
+            continue
+        if not isinstance(value, int) or value < 0 or (last is not None and value > last):
+            raise ValueError(
+                f"`{name}` of a relocation must be a whole number from 0 on"
+                f"{'' if last is None else f' to {last}'}, got {value!r:.80}. Leave `training` out."
+            )
+    for name in ("idleness", "idleness_stderr", "loss_before", "loss_after", "reward"):
+        if not isinstance(values.get(name), (int, float, type(None))):
+            raise ValueError(f"`{name}` of a relocation must be a number, got {values[name]!r:.80}.")
+    means = values.get("block_idleness", [])
+    numbers = isinstance(means, list) and all(isinstance(mean, (int, float, type(None))) for mean in means)
+    if not numbers or len(means) not in (0, num_blocks):
+        raise ValueError(f"`block_idleness` must have a number for each of {num_blocks} blocks, got {means!r:.80}.")
+    return Relocation(**values)

@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from .config import ProVPTConfig
+from .history import run_of
 from .registration import NAME
 from .version import __version__
 
@@ -122,7 +123,7 @@ def push_to_hub(
     """Upload an adapter with its model card. `model.push_to_hub` does the same, but puts an empty card over ours.
 
     Args:
-        model: A model with a PROVPT adapter.
+        model: A model with a PROVPT adapter. The active one is uploaded.
         repo_id: `user/name` on the Hub; the repository is made if need be.
         image_processor: The base model's image processor, saved beside the adapter if given.
         license: Of the adapter, for the card's metadata, such as "apache-2.0".
@@ -144,8 +145,11 @@ def push_to_hub(
     """
     api = HfApi(token=token)
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
+    name = model.active_adapter
+    with tempfile.TemporaryDirectory() as saved:
+        model.save_pretrained(saved, selected_adapters=[name])
+        # PEFT gives adapters of other names than `default` a folder each.
+        folder = saved if name == "default" else os.path.join(saved, name)
         if image_processor is not None:
             image_processor.save_pretrained(folder)
         if license is not None:
@@ -220,7 +224,12 @@ def read_adapter(folder: Path) -> Adapter:
         _check_saved_modules(config, tensors)
     except ValueError as error:
         raise ValueError(f"{path}: {error} {_SAVE_ANEW}") from None
-    return Adapter(config, tensors)
+    adapter = Adapter(config, tensors)
+    try:
+        run_of(config, distribution_of(adapter)[1:])
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG_NAME}: {error}") from None
+    return adapter
 
 
 def distribution_of(adapter: Adapter) -> list[int]:
@@ -306,9 +315,9 @@ def _check_prompts(config: ProVPTConfig, tensors: dict[str, torch.Tensor]) -> No
             f"the prompts' blocks must be torch.int64 of shape ({count},), got {blocks.dtype} of shape "
             f"{tuple(blocks.shape)}."
         )
-    last = num_blocks(config, count)
-    if blocks.min() < 0 or blocks.max() > last:
-        raise ValueError(f"the prompts' blocks must be in 0 … {last}, got {blocks.min()} … {blocks.max()}.")
+    first, last = (1, 1) if config.shallow else (0, num_blocks(config, count))
+    if blocks.min() < first or blocks.max() > last:
+        raise ValueError(f"the prompts' blocks must be in {first} … {last}, got {blocks.min()} … {blocks.max()}.")
 
 
 def _check_saved_modules(config: ProVPTConfig, tensors: dict[str, torch.Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -125,7 +126,8 @@ class ProVPTModel(BaseTuner):
             ValueError: If the model has no blocks that PROVPT knows or another PEFT method in it, if the config does
                 not fit the model's blocks, or if the adapter's name cannot be used. The model is then as it was.
         """
-        config = self.peft_config[adapter_name]
+        # A copy: PEFT keeps the object it is given, which may be given to other models too.
+        config = self.peft_config[adapter_name] = copy.copy(self.peft_config[adapter_name])
         first = "bank" not in self._modules
         if first:
             _check_unadapted(model)

@@ -14,7 +14,9 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors import safe_open
 
 from .config import ProVPTConfig
+from .history import Run, run_of
 from .hub import PROMPT_BLOCKS, is_hub_id, num_blocks
+from .relocation import RelocationConfig
 
 
 TAGS = ("peft", "provpt", "visual-prompt-tuning")
@@ -76,7 +78,11 @@ def update_model_card(
     _drop_local_base_model(card)
     data: Any = card.data
     data.tags = sorted({*(data.tags or []), *TAGS})
-    section = _section(distribution, config, auto_mapping or config.auto_mapping or {}, _draw(folder, config))
+    try:
+        run = run_of(config, distribution[1:])
+    except ValueError:  # a record that came with the adapter; saving must not fail for it
+        run = Run(distribution[1:])
+    section = _section(distribution, config, auto_mapping or config.auto_mapping or {}, run, _draw(folder, run))
     card.text = _with_section(card.text, section)
     card.save(path)
 
@@ -139,20 +145,23 @@ def _with_section(text: str, section: str) -> str:
 
 
 def _section(
-    distribution: list[int], config: ProVPTConfig, auto_mapping: dict[str, str], picture: bool = False
+    distribution: list[int], config: ProVPTConfig, auto_mapping: dict[str, str], run: Run, picture: bool
 ) -> str:
     undistributed, *counts = distribution
     columns = [str(number) for number in range(1, len(counts) + 1)]
     rows = [["block", *columns], ["---"] * (len(counts) + 1), ["prompts", *map(str, counts)]]
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     spare = f", {undistributed} of them in no block" if undistributed else ""
+    if config.shallow:
+        prompts = [f"This adapter has {sum(counts)} prompts that enter the first block as tokens (VPT-Shallow)."]
+    else:
+        blocks = f"{sum(distribution)} prompts in a vision transformer of {len(counts)} blocks{spare}"
+        prompts = [f"This adapter has {blocks}. The distribution over the blocks:", table]
     parts = [
         "## Visual prompts in the blocks",
-        f"This adapter has {sum(distribution)} prompts in a vision transformer of {len(counts)} blocks{spare}. "
-        "The distribution over the blocks:",
-        table,
+        *prompts,
         *(["![Prompts in each block](" + PICTURE + ")"] if picture else []),
-        *_training(config.training or {}),
+        *_training(run),
         "## How to load it",
         "The adapter needs the package `provpt-peft`. `import provpt_peft` is what teaches PEFT the method: "
         "`PeftModel.from_pretrained` needs it too.",
@@ -163,35 +172,36 @@ def _section(
     return "\n\n".join(parts)
 
 
-def _training(training: dict[str, Any]) -> list[str]:
+def _training(run: Run) -> list[str]:
     """Paragraphs on how the prompts were relocated, and on the last evaluation."""
     parts = []
-    if "epochs" in training:
-        from .relocation import RelocationConfig
-
+    if run.epochs:
         default = asdict(RelocationConfig())
-        changed = {name: value for name, value in training["relocation"].items() if value != default.get(name)}
-        moved = [record for record in training["history"] if record["block"] not in (None, record["from_block"])]
+        changed = {name: value for name, value in run.settings.items() if value != default.get(name)}
         parts.append(
-            f"The prompts were relocated while they were trained: {len(moved)} moves in {training['epochs']} epochs, "
-            f"with the settings of `RelocationConfig` ({json.dumps(changed)[1:-1] or 'the default'})."
+            f"The prompts were relocated while they were trained: {run.num_moves} moves in {run.epochs} epochs, with "
+            f"the settings of `RelocationConfig` ({_inline(json.dumps(changed)[1:-1]) or 'the default'})."
         )
-    metrics = {name: value for name, value in training.get("metrics", {}).items() if isinstance(value, (int, float))}
-    if metrics:
-        rows = [f"| {name.removeprefix('eval_')} | {value:.4g} |" for name, value in metrics.items()]
+    if run.metrics:
+        rows = [f"| {_inline(name.removeprefix('eval_'))} | {value:.4g} |" for name, value in run.metrics.items()]
         parts += ["## The last evaluation", "\n".join(["| | |", "| --- | --- |", *rows])]
     return parts
 
 
-def _draw(folder: Path, config: ProVPTConfig) -> bool:
+def _inline(text: str) -> str:
+    """Text of a file's, which shall not end the line or the cell that it is in."""
+    return "".join(c if c.isprintable() and c not in "|`<>" else "?" for c in text)
+
+
+def _draw(folder: Path, run: Run) -> bool:
     """Draw the distribution of a relocated adapter into its folder, where matplotlib is installed."""
-    if not (config.training or {}).get("history"):
+    if not run.history:
         return False
     try:
         from . import viz
     except ImportError:
         return False
-    viz.plot_distribution(folder).savefig(folder / PICTURE, dpi=100)
+    viz.plot_distribution(run).savefig(folder / PICTURE, dpi=100)
     return True
 
 

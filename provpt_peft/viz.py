@@ -8,18 +8,22 @@ Legend: B images, L blocks, E epochs, N prompts, H heads, T tokens, h x w patche
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import TrainerCallback
+from transformers.trainer import TRAINER_STATE_NAME
 
 from .attention import PromptedBlock
 from .callback import RelocationTrainerCallback
-from .history import Run, read_run
+from .history import Run, run_of
+from .hub import distribution_of, read_adapter
 from .model import ProVPTModel
 from .modes import in_eval_mode
 from .relocation import Relocator
@@ -39,6 +43,34 @@ Source = RelocationTrainerCallback | Relocator | Run | str | os.PathLike[str]
 # Okabe and Ito's colours, told apart by colour-blind readers too.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
 COLOUR_MAP = "cividis"
+
+
+def read_run(source: Source) -> Run:
+    """Read a run from what is left of it.
+
+    Args:
+        source: A callback or a relocator that has run, the folder of a Trainer's checkpoint, or that of an adapter.
+
+    Raises:
+        ValueError: If there is nothing to read: training has not begun, or the folder has no adapter that is whole.
+    """
+    if isinstance(source, Run):
+        return source
+    if isinstance(source, RelocationTrainerCallback):
+        if source.relocator is None:
+            raise ValueError("The callback must have run, but training has not begun. Train first.")
+        source = source.relocator
+    if isinstance(source, Relocator):
+        tuner, name = source.tuner, source.adapter_name
+        # With the best model loaded at the end, the config knows which relocations it has seen.
+        return run_of(tuner.peft_config[name], tuner.prompt_distribution(name))
+    folder = Path(source)
+    adapter = read_adapter(folder)
+    run = run_of(adapter.config, distribution_of(adapter)[1:])
+    state = folder / TRAINER_STATE_NAME
+    if state.is_file():
+        run.logs = json.loads(state.read_text(encoding="utf-8")).get("log_history", [])
+    return run
 
 
 # ---- from a run or a checkpoint -------------------------------------------------------------------------------------
@@ -86,7 +118,7 @@ def plot_distribution_over_time(source: Source) -> Figure:
         torch.tensor(table).T.numpy(), origin="lower", aspect="auto", cmap=COLOUR_MAP,
         extent=(0.5, epochs + 0.5, 0.5, num_blocks + 0.5),
     )  # fmt: skip
-    for move in run.moves:
+    for move in run.choices:
         if move.from_block != move.block and move.from_block and move.block:
             axes.annotate(
                 "", (move.epoch + 0.5, move.block), (move.epoch + 0.5, move.from_block),
@@ -105,7 +137,7 @@ def plot_idleness(source: Source) -> Figure:
         ValueError: If the source has no adapter or no history of relocations.
     """
     run = read_run(source).with_history()
-    scored = {move.epoch: move.block_idleness for move in run.moves if move.block_idleness}
+    scored = {move.epoch: move.block_idleness for move in run.choices if move.block_idleness and move.epoch}
     if not scored:
         raise ValueError("The history must hold the blocks' idleness, but no relocation of it does. Train anew.")
     epochs = max(scored)
@@ -199,7 +231,7 @@ def attention_map(model: nn.Module, pixel_values: torch.Tensor) -> torch.Tensor:
         pixel_values: (B, 3, height, width).
 
     Raises:
-        ValueError: If the family has windows, and so no class token that sees all patches.
+        ValueError: If the family has no class token, or none that sees all patches, as with windows.
     """
     tuner = _tuner(model)
     last: PromptedBlock = tuner.blocks[-1]
@@ -207,9 +239,16 @@ def attention_map(model: nn.Module, pixel_values: torch.Tensor) -> torch.Tensor:
         raise ValueError(
             f"A map needs a class token that sees all patches, which {last.family.name} has not. Use a ViT's."
         )
-    height, width = (side // tuner.patch_size for side in pixel_values.shape[2:])
+    patch = tuner.patch_size
+    sides = (patch, patch) if isinstance(patch, int) else patch
+    height, width = (side // of_patch for side, of_patch in zip(pixel_values.shape[2:], sides, strict=True))
     weights = _attention_weights(model, tuner, {"pixel_values": pixel_values})[-1]
     tokens = weights.shape[2]
+    if tokens <= height * width:
+        raise ValueError(
+            f"A map needs a class token beside the {height * width} patches, but there are {tokens} tokens in all. "
+            "Use a family that has one."
+        )
     patches = weights[:, :, 0, tokens - height * width : tokens].mean(dim=1)  # (B, h * w)
     return (patches / patches.sum(dim=1, keepdim=True)).unflatten(1, (height, width))
 
@@ -316,9 +355,11 @@ class FeatureChanges(TrainerCallback):
         tuner, found = _tuner(model), []
         last: PromptedBlock = tuner.blocks[-1]
         hook = last.block.register_forward_hook(lambda module, args, output: found.append(output))
-        with in_eval_mode(model):
-            model(**{name: tensor.to(tuner.prompts().device) for name, tensor in self.inputs.items()})
-        hook.remove()
+        try:
+            with in_eval_mode(model):
+                model(**{name: tensor.to(tuner.prompts().device) for name, tensor in self.inputs.items()})
+        finally:
+            hook.remove()
         tokens = found[0][0] if isinstance(found[0], tuple) else found[0]
         return tokens.mean(dim=1) if last.family.windowed else tokens[:, 0]
 
@@ -343,6 +384,8 @@ def _tuner(model: nn.Module) -> ProVPTModel:
             f"The picture is of a model's prompts, but the {type(model).__name__} has no PROVPT adapter that is "
             "enabled. Wrap it with `get_peft_model`, or load an adapter."
         )
+    if tuner.bank.enabled_adapter in tuner.bank.shallow:
+        raise ValueError("The picture is of prompts in each block, and those of VPT-Shallow are tokens. Use another.")
     return tuner
 
 
@@ -365,8 +408,18 @@ def _recorded(tuner: ProVPTModel, found: list[torch.Tensor]) -> Iterator[None]:
     """Let all blocks run as `eager`, which gives weights, and keep those."""
 
     def recording(block: PromptedBlock) -> Any:
-        def attend(*args: Any, implementation: str | None = None, **kwargs: Any) -> Any:
-            output, weights = PromptedBlock.attend(block, *args, implementation="eager", **kwargs)
+        def attend(
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            mask: torch.Tensor | None,
+            implementation: str | None = None,
+            **kwargs: Any,
+        ) -> Any:
+            # What was a mask for sdpa would be added to the logits.
+            if mask is not None and mask.dtype == torch.bool:
+                mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
+            output, weights = PromptedBlock.attend(block, query, key, value, mask, implementation="eager", **kwargs)
             assert weights is not None
             found.append(weights.float())
             return output, weights

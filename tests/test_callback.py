@@ -444,6 +444,10 @@ def cubed(outputs, labels, num_items_in_batch=None):
     return F.cross_entropy(outputs.logits, labels) ** 3
 
 
+def cubed_by_count(outputs, labels, num_items_in_batch=None):
+    return (F.cross_entropy(outputs.logits, labels, reduction="sum") / num_items_in_batch) ** 3
+
+
 class Cubed(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         labels = inputs.pop("labels")
@@ -451,7 +455,7 @@ class Cubed(Trainer):
         return (cubed(outputs, labels), outputs) if return_outputs else cubed(outputs, labels)
 
 
-@pytest.mark.parametrize("how", ["compute_loss_func", "subclass", "label smoothing", "given to the callback"])
+@pytest.mark.parametrize("how", ["compute_loss_func", "by count", "subclass", "label smoothing", "given"])
 def test_scores_are_of_the_loss_that_is_trained(tmp_path, how):
     """At learning rate 0 the move's own loss is known: that of the model after it."""
     model = tiny.prompted(tiny.make("vit"), prompt_dropout=0.0)
@@ -466,7 +470,7 @@ def test_scores_are_of_the_loss_that_is_trained(tmp_path, how):
     )  # fmt: skip
     trainer = (Cubed if how == "subclass" else Trainer)(
         model, arguments, train_dataset=Images(), callbacks=[callback],
-        compute_loss_func=cubed if how == "compute_loss_func" else None,
+        compute_loss_func={"compute_loss_func": cubed, "by count": cubed_by_count}.get(how),
     )  # fmt: skip
     trainer.train()
     data, chosen = Images(), config.choose_score_images(24)

@@ -72,12 +72,12 @@ def test_plot_without_history_draws_blocks(adapter, tmp_path, capsys):
     assert "must have a history of relocations" in capsys.readouterr().err
 
 
-def test_check_as_a_process(adapter):
-    command = [sys.executable, "-m", "provpt_peft.cli", "check", str(adapter)]
-    good = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (good.returncode, good.stdout) == (0, f"{adapter}: nothing is wrong.\n")
+def test_check(adapter, capsys):
+    assert cli.main(["check", str(adapter)]) == 0
+    assert capsys.readouterr().out == f"{adapter}: nothing is wrong.\n"
     path = adapter / "adapter_model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
+    command = [sys.executable, "-m", "provpt_peft.cli", "check", str(adapter)]
     broken = subprocess.run(command, capture_output=True, text=True, check=False)
     assert broken.returncode == 1
     assert broken.stderr.startswith(f"provpt check: {path}: the file must be complete safetensors")

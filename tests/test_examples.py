@@ -151,7 +151,7 @@ def test_offline_suite(tmp_path, checkpoint):
 
 
 VTAB_METHODS = (
-    "full", "linear", "lora", "vpt-deep", "vpt-deep-constant", "pro-vpt-paper", "pro-vpt-default",
+    "full", "linear", "lora", "vpt-shallow", "vpt-deep", "vpt-deep-constant", "pro-vpt-paper", "pro-vpt-default",
     "pro-vpt-C", "pro-vpt-D", "pro-vpt-E", "pro-vpt-F", "pro-vpt-G",
 )  # fmt: skip
 
@@ -212,6 +212,7 @@ def test_vtab_and_fgvc_on_a_miniature_copy_of_their_layout(tmp_path, checkpoint,
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) == len(lines)
 
 
+@pytest.mark.slow
 def test_adjustments_benchmark_and_the_noise_fitted_to_it(tmp_path, checkpoint):
     arguments = (
         "benchmarks/adjustments.py", "--model_name_or_path", checkpoint, "--stages", 1, 2, "--repeats", 2,

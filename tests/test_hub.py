@@ -13,7 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import provpt_peft
-from provpt_peft import ProVPTConfig, check_adapter, hub, load_image_classifier
+from provpt_peft import ProVPTConfig, check_adapter, cli, hub, load_image_classifier
 
 
 NAMES = {0: "daisy", 1: "rose", 2: "tulip"}
@@ -406,3 +406,62 @@ def test_settings_of_a_newer_version_are_a_warning(adapter):
             function(adapter)
         # Where the user stands, and not once more by PEFT.
         assert [w.filename for w in caught if "from_the_future" in str(w.message)] == [__file__]
+
+
+# ---- the record of the training, which may come from anywhere -------------------------------------------------------
+
+RECORD = dict(epoch=1, prompt=0, from_block=1, block=4, idleness=0.1, block_idleness=[0.1, 0.2, None, 0.3])
+
+
+@pytest.mark.parametrize(
+    ("training", "message"),
+    [
+        (5, "`training` must be a dict"),
+        (dict(history=5), r"`training\['history'\]` must be of type list"),
+        (dict(history=["x"]), "must be of type dict"),
+        (dict(history=[RECORD | dict(block=99)]), "`block` of a relocation must be a whole number from 0 on to 4"),
+        (dict(history=[RECORD | dict(epoch=None)]), "`epoch` of a relocation must be a whole number"),
+        (dict(history=[RECORD | dict(epoch=10**9)]), "`epoch` of a relocation must be a whole number"),
+        (dict(history=[RECORD | dict(prompt=-1)]), "`prompt` of a relocation must be a whole number"),
+        (dict(history=[RECORD | dict(idleness="x")]), "`idleness` of a relocation must be a number"),
+        (dict(history=[RECORD | dict(block_idleness=[1])]), "a number for each of 4 blocks"),
+        (dict(epochs="x"), r"`training\['epochs'\]` must be of type int"),
+        (dict(epochs=10**9), r"`training\['epochs'\]` must be in 0"),
+        (dict(metrics=[1]), r"`training\['metrics'\]` must be of type dict"),
+    ],
+)
+def test_records_of_training_that_nobody_wrote(tmp_path, training, message):
+    model = tiny.prompted(tiny.make("vit"))
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | dict(training=training)))
+    with pytest.raises(ValueError, match=message):
+        check_adapter(tmp_path)
+    assert cli.main(["show", str(tmp_path)]) == 1
+    # Loaded by PEFT, it can still be saved again.
+    if isinstance(training, dict):
+        loaded = PeftModel.from_pretrained(tiny.make("vit"), tmp_path)
+        loaded.save_pretrained(tmp_path / "again")
+        assert "moves in" not in (tmp_path / "again" / "README.md").read_text()
+
+
+def test_records_of_newer_versions_pass(tmp_path, capsys):
+    model = tiny.prompted(tiny.make("vit"), id2label={0: "a\x1b[31m", 1: "b", 2: "c"})
+    model.peft_config["default"].training = dict(epochs=2, history=[RECORD | dict(new=1)], metrics={"a|b": 0.5}, new=2)
+    model.base_model.move_prompt(0, 4)
+    model.save_pretrained(tmp_path)
+    check_adapter(tmp_path)
+    assert cli.main(["show", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "1 moves in 2 epochs" in shown
+    assert "\x1b" not in shown
+    assert "| a?b | 0.5 |" in (tmp_path / "README.md").read_text()
+
+
+def test_a_head_that_the_labels_do_not_fit_can_be_saved(tmp_path):
+    model = tiny.make("vit")
+    model.classifier = torch.nn.Linear(32, 7)
+    prompted = tiny.prompted(model)
+    prompted.peft_config["default"].training = dict(epochs=2, history=[RECORD])
+    prompted.save_pretrained(tmp_path)
+    assert (tmp_path / "distribution.png").is_file()

@@ -272,6 +272,7 @@ def test_unload_gives_the_base_model_back(family):
         assert not {"forward", "enable_input_require_grads"} & set(module.__dict__)
     assert all(module.training for module in base.modules())
     assert torch.equal(logits(base.eval(), family=family), before)
+    model.unload()  # twice changes nothing
 
 
 def test_merging_is_refused_with_the_reason():

@@ -83,6 +83,7 @@ def test_beside_a_deep_adapter(tmp_path):
             assert torch.equal(model(**inputs).logits, plain)
         model.save_pretrained(tmp_path)
         check_adapter(tmp_path / "shallow")
+        assert "4 prompts that enter the first block as tokens" in (tmp_path / "shallow" / "README.md").read_text()
         loaded = PeftModel.from_pretrained(tiny.make("vit"), tmp_path / "shallow").eval()
         assert torch.equal(loaded(**inputs).logits, shallow)
         model.set_adapter("deep")

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from peft import get_peft_model
 from training import STEPS_AN_EPOCH, make_trainer
 
 from provpt_peft import ProVPTConfig, Relocation, RelocationConfig, Relocator, viz
-from provpt_peft.history import Run, read_run
+from provpt_peft.history import Run
+from provpt_peft.viz import read_run
 
 
 def move(epoch, prompt, from_block, block, **others):
@@ -51,14 +53,14 @@ def test_all_sources_tell_the_same(trained):
     runs.append(read_run(folder / f"checkpoint-{4 * STEPS_AN_EPOCH}"))
     for run in runs:
         assert run.distribution == trainer.model.base_model.prompt_distribution()
-        assert [(m.epoch, m.prompt, m.from_block, m.block) for m in run.moves] == [
+        assert [(m.epoch, m.prompt, m.from_block, m.block) for m in run.choices] == [
             (m.epoch, m.prompt, m.from_block, m.block) for m in callback.history
         ]
         assert run.over_time()[0] == start
     assert [entry["eval_half"] for entry in runs[-1].logs if "eval_half" in entry] == [0.5] * 4
     # A checkpoint of the second epoch knows one move.
     early = read_run(folder / f"checkpoint-{2 * STEPS_AN_EPOCH}")
-    assert len(early.moves) == 1
+    assert len(early.choices) == 1
     assert early.over_time() == runs[0].over_time()[:2]
 
 
@@ -85,9 +87,36 @@ def test_the_best_model_s_history_ends_with_it(tmp_path):
     assert len(training["history"]) == 1
     assert training["metrics"]["eval_score"] == 3.0
     trainer.model.save_pretrained(tmp_path / "adapter")
-    run = read_run(tmp_path / "adapter")
-    assert run.over_time()[0] == [3] * 4
-    assert run.distribution == trainer.model.base_model.prompt_distribution()
+    for run in (read_run(tmp_path / "adapter"), read_run(callback)):
+        assert run.over_time()[0] == [3] * 4
+        assert run.distribution == trainer.model.base_model.prompt_distribution()
+
+
+def test_the_record_survives_a_resume_and_says_how_many_epochs(tmp_path):
+    config = RelocationConfig(trigger="always", score_images=8, settle=0.0)
+    trainer, _ = make_trainer(tmp_path, config, save_strategy="steps", save_steps=STEPS_AN_EPOCH * 2 + 1)
+    trainer.train()
+    epochs = trainer.model.peft_config["default"].training["epochs"]
+    assert epochs == 4
+    resumed, _ = make_trainer(tmp_path, config, num_train_epochs=2, save_strategy="no")
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{STEPS_AN_EPOCH * 2 + 1}"))
+    assert len(resumed.model.peft_config["default"].training["history"]) == 2
+
+
+def test_a_config_that_is_used_twice_knows_nothing_of_the_other_model(tmp_path):
+    config = ProVPTConfig(num_prompts=3, modules_to_save=["classifier"])
+    model = get_peft_model(tiny.make("vit"), config)
+    make_trainer(tmp_path, RelocationConfig(trigger="always", score_images=8, settle=0.0), model=model)[0].train()
+    other = get_peft_model(tiny.make("vit"), config)
+    assert model.peft_config["default"].training is not None
+    assert other.peft_config["default"].training is None
+
+
+def test_metrics_of_several_data_sets(tmp_path):
+    trainer, _ = make_trainer(tmp_path, eval_strategy="epoch", num_train_epochs=2)
+    trainer.eval_dataset = {"a": trainer.eval_dataset, "b": trainer.eval_dataset}
+    trainer.train()
+    assert set(trainer.model.peft_config["default"].training["metrics"]) == {"eval_a_loss", "eval_b_loss"}
 
 
 # ---- pictures of runs -----------------------------------------------------------------------------------------------
@@ -182,6 +211,21 @@ def test_maps_of_attention_show_where_the_class_token_looks():
     np.testing.assert_allclose(figure.axes[1].images[1].get_array(), maps[0], rtol=1e-6)
     with pytest.raises(ValueError, match="which Swin has not"):
         viz.attention_map(tiny.prompted(tiny.make("swin")), tiny.images())
+
+
+def test_attention_under_a_boolean_mask_is_that_of_eager():
+    means = []
+    for implementation in ("sdpa", "eager"):
+        model = tiny.prompted(tiny.make("siglip2", attn_implementation=implementation), num_prompts=2)
+        means.append(viz.prompt_attention(model, **tiny.inputs("siglip2")))
+    np.testing.assert_allclose(*means, rtol=1e-4)
+
+
+def test_models_that_a_picture_does_not_fit():
+    with pytest.raises(ValueError, match="those of VPT-Shallow are tokens"):
+        viz.prompt_attention(tiny.prompted(tiny.make("vit"), shallow=True), pixel_values=tiny.images())
+    with pytest.raises(ValueError, match="needs a class token beside the 16 patches"):
+        viz.attention_map(tiny.prompted(tiny.make("ijepa")), tiny.images())
 
 
 def test_models_without_prompts():

@@ -264,7 +264,7 @@ def main() -> None:
     )
     parser.set_defaults(
         output_dir="outputs/segmentation",
-        num_train_epochs=5,
+        num_train_epochs=4,
         save_strategy="no",
         logging_strategy="epoch",
         learning_rate=1e-3,

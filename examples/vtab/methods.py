@@ -25,7 +25,7 @@ from tasks import Split
 
 # The letters are the strategies of the paper's Tab. 3 that keep the budget.
 METHODS = (
-    "linear", "lora", "vpt-deep", "pro-vpt-paper", "pro-vpt-default", "full",
+    "linear", "lora", "vpt-deep", "pro-vpt-paper", "pro-vpt-default", "full", "vpt-shallow",
     "pro-vpt-C", "pro-vpt-D", "pro-vpt-E", "pro-vpt-F", "pro-vpt-G",
 )  # fmt: skip
 
@@ -42,7 +42,9 @@ def make_model(
         return base
     if method == "lora":
         return with_lora(base)
-    return get_peft_model(base, ProVPTConfig(num_prompts=num_prompts, modules_to_save=["classifier"]))
+    shallow = method == "vpt-shallow"
+    config = ProVPTConfig(num_prompts=num_prompts, shallow=shallow, modules_to_save=["classifier"])
+    return get_peft_model(base, config)
 
 
 def make_method_relocator(

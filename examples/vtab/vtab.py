@@ -336,8 +336,8 @@ def main() -> None:
     parser.add_argument("--root", type=Path, required=True, help="folder of the tasks")
     parser.add_argument(
         "--methods", nargs="+", choices=(*METHODS, CONSTANT), metavar="METHOD",
-        default=["full", "linear", "lora", "vpt-deep", CONSTANT, "pro-vpt-paper", "pro-vpt-default"],
-        help=f"among {', '.join((*METHODS, CONSTANT))} (default: the first six and {CONSTANT})",
+        default=["full", "linear", "lora", "vpt-shallow", "vpt-deep", CONSTANT, "pro-vpt-paper", "pro-vpt-default"],
+        help=f"among {', '.join((*METHODS, CONSTANT))} (default: the first seven and {CONSTANT})",
     )  # fmt: skip
     parser.add_argument("--tasks", nargs="+", help="folders of the tasks (default: all of the suite)")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="seeds (default: 0 1 2)")

@@ -71,6 +71,11 @@ class _Pending:
     choice: Choice
 
 
+def _finite(record: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no number for what is not finite, such as the standard error of a single score."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+
+
 class Relocator:
     """Relocates the prompts of a PROVPT model while it trains, in a training loop of one's own.
 
@@ -227,10 +232,12 @@ class Relocator:
         done = self.config.adjust == "prune" and any(relocation.block == 0 for relocation in self.history)
         move = move and self.epoch >= self.config.warmup_epochs and not done
         if not (move or self._pending):
+            self._remember()
             return []
         idleness, loss = self._scores(sums) if self.score_batches is None else self.measure(self.score_batches)
         if not (idleness.is_finite() and math.isfinite(loss)):
             self._note_not_finite()
+            self._remember()
             return []
         self._reward(idleness, loss)
         means = self._block_means(idleness)
@@ -263,7 +270,7 @@ class Relocator:
         config.training = (config.training or {}) | {
             "relocation": asdict(self.config),
             "epochs": self.epoch,
-            "history": [asdict(relocation) for relocation in self.history],
+            "history": [_finite(asdict(relocation)) for relocation in self.history],
         }
 
     def _gather(self) -> torch.Tensor | None:
@@ -568,3 +575,4 @@ class Relocator:
         self._observe_next_step()
         self.policy.load_state_dict(state["policy"])
         self.generator.set_state(state["generator"])
+        self._remember()
