@@ -78,6 +78,7 @@ def test_help_explains_itself():
     assert "Prompts in each block at the start" in " ".join(output.split())
 
 
+@pytest.mark.slow
 def test_cost_benchmark(tmp_path):
     arguments = (
         "benchmarks/cost.py", "--shapes", "vit-tiny", "--image_size", 32, "--num_prompts", 2, "--rounds", 1,
@@ -243,6 +244,7 @@ def test_adjustments_benchmark_and_the_noise_fitted_to_it(tmp_path, checkpoint):
     assert "noise of scores" in output
 
 
+@pytest.mark.slow
 def test_allocator_regret_benchmark(tmp_path):
     output = run(
         "benchmarks/allocator_regret.py", "--seeds", 1, "--moves", 4, "--output", tmp_path / "regret.png"
