@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import ViTConfig, ViTImageProcessor, ViTModel
 
 
@@ -124,7 +125,10 @@ def main() -> None:
     parser.add_argument("--layer_norm_eps", type=float, default=1e-6, help="default: 1e-6, timm's")
     options = parser.parse_args()
     model = make_model(read(options.checkpoint), options.num_heads, options.layer_norm_eps)
-    model.save_pretrained(options.folder)
+    # As part of a classifier, under transformers' present names: 5.9 saves older ones and misses them in a classifier.
+    model.config.save_pretrained(options.folder)
+    tensors = {f"vit.{name}": tensor.contiguous() for name, tensor in model.state_dict().items()}
+    save_file(tensors, options.folder / "model.safetensors", metadata={"format": "pt"})
     size = {"height": model.config.image_size, "width": model.config.image_size}
     ViTImageProcessor(size=size, image_mean=IMAGE_MEAN, image_std=IMAGE_STD).save_pretrained(options.folder)
     print(f"{options.folder}: {model.num_parameters():,} parameters in {model.config.num_hidden_layers} blocks.")
