@@ -32,6 +32,7 @@ from .relocation import Relocator
 try:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 except ImportError as error:
     raise ImportError(
         'Pictures need matplotlib, which is not installed. Install it with pip install "provpt-peft[viz]".'
@@ -126,7 +127,7 @@ def plot_distribution_over_time(source: Source) -> Figure:
             )  # fmt: skip
     axes.set(xlabel="epoch", ylabel="block", title="Prompts in each block (arrows: moves)")
     _whole_ticks(axes, epochs, num_blocks)
-    figure.colorbar(image, ax=axes, label="prompts")
+    figure.colorbar(image, ax=axes, label="prompts", ticks=MaxNLocator(integer=True))
     return figure
 
 
