@@ -73,8 +73,8 @@ def _dual(name: str, prefix: str, **rest: Any) -> BackboneFamily:
 
 
 _OLD_NAMES: dict[str, Any] = {"key": "key", "value": "value"}
-_BIASED: dict[str, Any] = {"extra_tokens": False}
-_WINDOWED: dict[str, Any] = {"windowed": True, "extra_tokens": False}
+_NO_EXTRA_TOKENS: dict[str, Any] = {"extra_tokens": False}
+_WINDOWED: dict[str, Any] = {"windowed": True, **_NO_EXTRA_TOKENS}
 
 FAMILIES: tuple[BackboneFamily, ...] = (
     _family("ViT", "ViTLayer", "layernorm_before"),
@@ -91,8 +91,8 @@ FAMILIES: tuple[BackboneFamily, ...] = (
     _family("DINOv3", "DINOv3ViTLayer", "norm1"),
     _dual("CLIP", "CLIP"),
     _dual("SigLIP", "Siglip"),
-    _dual("SigLIP 2", "Siglip2", **_BIASED),
-    _family("BEiT", "BeitLayer", "layernorm_before", **_BIASED),
+    _dual("SigLIP 2", "Siglip2", **_NO_EXTRA_TOKENS),
+    _family("BEiT", "BeitLayer", "layernorm_before", **_NO_EXTRA_TOKENS),
     _family(
         "Data2Vec-Vision",
         "Data2VecVisionLayer",
@@ -100,9 +100,9 @@ FAMILIES: tuple[BackboneFamily, ...] = (
         "attention.attention",
         own_attention=data2vec_vision,
         **_OLD_NAMES,
-        **_BIASED,
+        **_NO_EXTRA_TOKENS,
     ),
-    _family("DPT", "DPTViTLayer", "layernorm_before", "attention.attention", **_OLD_NAMES, **_BIASED),
+    _family("DPT", "DPTViTLayer", "layernorm_before", "attention.attention", **_OLD_NAMES, **_NO_EXTRA_TOKENS),
     _family("Swin", "SwinLayer", "layernorm_before", **_WINDOWED),
     _family(
         "Swin V2",

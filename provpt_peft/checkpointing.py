@@ -60,6 +60,6 @@ def _embeddings(around: Sequence[nn.Module]) -> nn.Module | None:
     for module in reversed(around):
         try:
             return module.get_input_embeddings()  # type: ignore[operator]
-        except (AttributeError, NotImplementedError, TypeError):
+        except (AttributeError, NotImplementedError):
             continue
     return None

@@ -13,8 +13,7 @@ import sys
 from pathlib import Path
 
 from . import __version__
-from .history import run_of
-from .hub import Adapter, distribution_of, read_adapter
+from .hub import PROMPTS, Adapter, read_adapter
 
 
 # Of the longest bar of `show`, in characters.
@@ -65,9 +64,9 @@ def _show(options: argparse.Namespace) -> None:
 
 def describe(adapter: Adapter) -> str:
     """What an adapter is, in a few lines, with its prompts in each block as a bar chart."""
-    config, tensors = adapter
-    undistributed, *counts = distribution_of(adapter)
-    run = run_of(config, counts)
+    config, tensors, run = adapter
+    counts = run.distribution
+    undistributed = len(tensors[PROMPTS]) - sum(counts)
     labels = list((config.id2label or {}).values())
     named = ", ".join(labels[:_MOST_LABELS]) + (", …" if len(labels) > _MOST_LABELS else "")
     parameters = sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point())

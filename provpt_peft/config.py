@@ -142,8 +142,7 @@ class ProVPTConfig(PeftConfig):
             ValueError: If `num_prompts` is a list whose length is not `num_blocks`.
         """
         if isinstance(self.num_prompts, int):
-            first, *others = [self.num_prompts] * num_blocks
-            return [first, *(0 if self.shallow else count for count in others)]
+            return [self.num_prompts] + [0 if self.shallow else self.num_prompts] * (num_blocks - 1)
         if len(self.num_prompts) != num_blocks:
             raise ValueError(
                 f"`num_prompts` as a list must have one number for each of the model's {num_blocks} blocks, got "

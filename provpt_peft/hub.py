@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from .config import ProVPTConfig
-from .history import run_of
+from .history import Run, run_of
 from .registration import NAME
 from .version import __version__
 
@@ -46,6 +46,7 @@ class Adapter(NamedTuple):
 
     config: ProVPTConfig
     tensors: dict[str, torch.Tensor]
+    run: Run
 
 
 def load_image_classifier(
@@ -87,7 +88,7 @@ def load_image_classifier(
         if name in from_pretrained_kwargs
     }
     folder = _local_folder(adapter, download)
-    config, tensors = read_adapter(folder)
+    config, tensors, _ = read_adapter(folder)
     name = _base_model_name(folder, config, base_model)
 
     settings: dict[str, Any] = {}
@@ -224,18 +225,16 @@ def read_adapter(folder: Path) -> Adapter:
         _check_saved_modules(config, tensors)
     except ValueError as error:
         raise ValueError(f"{path}: {error} {_SAVE_ANEW}") from None
-    adapter = Adapter(config, tensors)
     try:
-        run_of(config, distribution_of(adapter)[1:])
+        run = run_of(config, distribution_of(config, tensors[PROMPT_BLOCKS])[1:])
     except ValueError as error:
         raise ValueError(f"{folder / CONFIG_NAME}: {error}") from None
-    return adapter
+    return Adapter(config, tensors, run)
 
 
-def distribution_of(adapter: Adapter) -> list[int]:
-    """Prompts in none of the blocks and in each of the L blocks."""
-    blocks = adapter.tensors[PROMPT_BLOCKS]
-    return torch.bincount(blocks, minlength=num_blocks(adapter.config, len(blocks)) + 1).tolist()
+def distribution_of(config: ProVPTConfig, blocks: torch.Tensor) -> list[int]:
+    """Prompts in none of the blocks and in each of the L blocks, from the block of each prompt, (N,)."""
+    return torch.bincount(blocks, minlength=num_blocks(config, len(blocks)) + 1).tolist()
 
 
 def _read_config(path: Path) -> ProVPTConfig:

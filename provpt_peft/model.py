@@ -178,7 +178,8 @@ class ProVPTModel(BaseTuner):
         """Make the bank and hook it into the blocks."""
         norms = [resolve(block, family.norm) for block, family in found]
         widths = [norm.weight.shape[-1] for norm in norms]
-        configs = [getattr(module, "config", None) for module in _around(model, found[0][0])]
+        around = _around(model, found[0][0])
+        configs = [getattr(module, "config", None) for module in around]
         patch_size = next((c.patch_size for c in reversed(configs) if hasattr(c, "patch_size")), _DEFAULT_PATCH_SIZE)
         self.patch_size = patch_size
         self.bank = PromptBank(widths, init_bound(patch_size, max(widths)), reference=norms[0])
@@ -187,7 +188,7 @@ class ProVPTModel(BaseTuner):
             PromptedBlock(block, family, self.bank, number) for number, (block, family) in enumerate(found, start=1)
         ]
         self.shallow = ShallowPrompts(self.blocks[0].block, self.blocks[-1].block, self.bank)
-        self._checkpointing = CheckpointInputs(_around(model, found[0][0]), self.bank)
+        self._checkpointing = CheckpointInputs(around, self.bank)
 
     def _create_and_replace(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("PROVPT replaces no modules.")  # pragma: no cover, abstract in `BaseTuner`

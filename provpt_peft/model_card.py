@@ -8,14 +8,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import ModelCard
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors import safe_open
 
 from .config import ProVPTConfig
 from .history import Run, run_of
-from .hub import PROMPT_BLOCKS, is_hub_id, num_blocks
+from .hub import PROMPT_BLOCKS, distribution_of, is_hub_id
 from .relocation import RelocationConfig
 
 
@@ -104,8 +103,7 @@ def _saved_distribution(folder: Path, config: ProVPTConfig) -> list[int] | None:
     with safe_open(path, framework="pt") as tensors:
         if PROMPT_BLOCKS not in tensors.keys():  # noqa: SIM118, not a dict
             return None
-        blocks = tensors.get_tensor(PROMPT_BLOCKS)
-    return torch.bincount(blocks, minlength=num_blocks(config, len(blocks)) + 1).tolist()
+        return distribution_of(config, tensors.get_tensor(PROMPT_BLOCKS))
 
 
 def _new_card(config: ProVPTConfig) -> ModelCard:

@@ -97,9 +97,9 @@ class PromptBank(nn.Module, BaseTunerLayer):
         self,
         adapter_name: str,
         distribution: Sequence[int],
-        reserve: int = 0,
-        dropout: float = 0.0,
-        shallow: bool = False,
+        reserve: int,
+        dropout: float,
+        shallow: bool,
     ) -> None:
         """Make the prompts of a new adapter.
 

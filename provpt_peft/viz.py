@@ -23,7 +23,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from .attention import PromptedBlock
 from .callback import RelocationTrainerCallback
 from .history import Run, run_of
-from .hub import distribution_of, read_adapter
+from .hub import read_adapter
 from .model import ProVPTModel
 from .modes import in_eval_mode
 from .relocation import Relocator
@@ -66,8 +66,7 @@ def read_run(source: Source) -> Run:
         # With the best model loaded at the end, the config knows which relocations it has seen.
         return run_of(tuner.peft_config[name], tuner.prompt_distribution(name))
     folder = Path(source)
-    adapter = read_adapter(folder)
-    run = run_of(adapter.config, distribution_of(adapter)[1:])
+    run = read_adapter(folder).run
     state = folder / TRAINER_STATE_NAME
     if state.is_file():
         run.logs = json.loads(state.read_text(encoding="utf-8")).get("log_history", [])
@@ -262,7 +261,7 @@ def plot_attention_maps(models: Mapping[str, nn.Module], pixel_values: torch.Ten
         pixel_values: (B, 3, height, width), normalised as the models take them.
 
     Raises:
-        ValueError: If a model has windows, and so no class token that sees all patches.
+        ValueError: If a model has no class token that sees all patches.
     """
     maps = {name: attention_map(model, pixel_values) for name, model in models.items()}
     count = len(pixel_values)

@@ -228,16 +228,19 @@ class Relocator:
         if sums is None:
             return []
         self.epoch += 1
+        moves = self._observe_and_move(sums, move)
+        self._remember()
+        return moves
+
+    def _observe_and_move(self, sums: torch.Tensor, move: bool) -> list[Relocation]:
         # Pruning for good, strategies (A) and (B) of Tab. 3, is done once.
         done = self.config.adjust == "prune" and any(relocation.block == 0 for relocation in self.history)
         move = move and self.epoch >= self.config.warmup_epochs and not done
         if not (move or self._pending):
-            self._remember()
             return []
         idleness, loss = self._scores(sums) if self.score_batches is None else self.measure(self.score_batches)
         if not (idleness.is_finite() and math.isfinite(loss)):
             self._note_not_finite()
-            self._remember()
             return []
         self._reward(idleness, loss)
         means = self._block_means(idleness)
@@ -247,7 +250,6 @@ class Relocator:
         for record in moves:
             record.block_idleness = means
         self.history += moves
-        self._remember()
         if moves:
             first = moves[0]
             details = {
