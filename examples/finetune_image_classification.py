@@ -14,7 +14,6 @@ Any checkpoint and any image data set of the Hub, or a folder of images in one s
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +23,17 @@ import datasets
 import evaluate
 import numpy as np
 import torch
-from finetuning import PROMPTED, PromptArguments, adapt, check_methods, make_optimizer, relocation
+from finetuning import (
+    DEFAULTS,
+    PROMPTED,
+    PromptArguments,
+    adapt,
+    check_methods,
+    compare,
+    make_optimizer,
+    relocation,
+    report_relocations,
+)
 from peft import PeftModel
 from PIL import Image
 from sklearn.datasets import load_digits
@@ -247,14 +256,10 @@ def run(
     if method in PROMPTED:
         loaded = PeftModel.from_pretrained(make_model(args, labels), folder)
         check_reload(loaded, folder, trainer, test, result.predictions)
-    for callback in callbacks:
-        moves = [move for move in callback.history if move.prompt is not None]
-        if moves:
-            picture = folder / "distribution_over_time.png"
-            viz.plot_distribution_over_time(callback).savefig(picture, dpi=150)
-            print(f"The distribution over time is in {picture}.")
-        print(f"{len(moves)} relocations:")
-        print(f"  prompts in each block: {model.base_model.prompt_distribution()}")
+    if report_relocations(callbacks, model):
+        picture = folder / "distribution_over_time.png"
+        viz.plot_distribution_over_time(callbacks[0]).savefig(picture, dpi=150)
+        print(f"The distribution over time is in {picture}.")
     return {
         "method": method,
         "test_accuracy": result.metrics["test_accuracy"],
@@ -270,25 +275,18 @@ def main() -> None:
     parser.set_defaults(
         output_dir="outputs",
         eval_strategy="epoch",
-        save_strategy="no",
         learning_rate=1e-3,
-        lr_scheduler_type="cosine",
-        report_to="none",
-        remove_unused_columns=False,
-        dataloader_pin_memory=torch.cuda.is_available(),
+        **DEFAULTS,
     )
     data, args, prompts, training = parser.parse_args_into_dataclasses()
     splits = load_images(data, training.seed)
     print(", ".join(f"{name}: {len(split)} images" for name, split in splits.items()))
-    rows = []
-    for method in args.methods:
-        print(f"\n== {method} ==")
-        rows.append(run(method, splits, data, args, prompts, training))
-    Path(training.output_dir, "results.json").write_text(json.dumps(rows, indent=2))
-
-    print(f"\n{'method':12}{'test accuracy':>16}{'trainable parameters':>24}{'seconds':>10}")
-    for row in rows:
-        print(f"{row['method']:12}{row['test_accuracy']:16.4f}{row['trainable_parameters']:24,}{row['seconds']:10.0f}")
+    compare(
+        args.methods,
+        lambda method: run(method, splits, data, args, prompts, training),
+        training.output_dir,
+        {"test_accuracy": "test accuracy"},
+    )
 
 
 if __name__ == "__main__":

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from peft import PeftModel, get_peft_model
 from PIL import Image
-from transformers import TrainingArguments
+from transformers import PreTrainedConfig, PreTrainedModel, TrainingArguments
+from transformers.models.auto.modeling_auto import MODEL_FOR_BACKBONE_MAPPING
 
 from provpt_peft import ProVPTConfig, RelocationConfig, RelocationTrainerCallback
 from provpt_peft.relocation.config import PRESETS
@@ -18,6 +21,15 @@ from provpt_peft.relocation.config import PRESETS
 
 # What is trained beside the head.
 PROMPTED = ("vpt-deep", "pro-vpt")
+
+# The scripts' defaults where they are not the Trainer's.
+DEFAULTS: dict[str, Any] = {
+    "save_strategy": "no",
+    "lr_scheduler_type": "cosine",
+    "report_to": "none",
+    "remove_unused_columns": False,
+    "dataloader_pin_memory": torch.cuda.is_available(),
+}
 
 
 @dataclass
@@ -75,6 +87,11 @@ def to_pixels(picture: Image.Image, width: int, height: int, processor: Any) -> 
     return (torch.from_numpy(pixels).permute(2, 0, 1) / 255 - mean) / std
 
 
+def load_backbone(name_or_path: str, config: PreTrainedConfig) -> PreTrainedModel:
+    """What `AutoBackbone.from_pretrained` does, which takes no local folder."""
+    return MODEL_FOR_BACKBONE_MAPPING[type(config)].from_pretrained(name_or_path, config=config)
+
+
 def new_norms(model: torch.nn.Module) -> list[str]:
     """Names of the norms that transformers puts on the feature maps of a Swin, which no checkpoint has."""
     return [name for name, _ in model.named_modules() if "hidden_states_norms." in name]
@@ -99,3 +116,36 @@ def make_optimizer(
         {"params": heads, "lr": training.learning_rate},
     ]
     return torch.optim.AdamW([g for g in groups if g["params"]], weight_decay=training.weight_decay)
+
+
+def report_relocations(callbacks: Sequence[RelocationTrainerCallback], model: PeftModel) -> int:
+    """Print where the prompts are after training, if they were relocated. Returns the number of relocations."""
+    count = 0
+    for callback in callbacks:
+        count = sum(record.prompt is not None for record in callback.history)
+        print(f"{count} relocations; prompts in each block: {model.base_model.prompt_distribution()}")
+    return count
+
+
+def compare(
+    methods: Sequence[str], run: Callable[[str], dict[str, Any]], folder: str, metrics: dict[str, str]
+) -> None:
+    """Run methods one after the other, write their rows to `results.json` and print them as a table.
+
+    Args:
+        methods: Names of the methods.
+        run: Trains and tests one, and returns its row.
+        folder: Where to write.
+        metrics: The metrics of a row that the table shows, and the heads of their columns.
+    """
+    rows = []
+    for method in methods:
+        print(f"\n== {method} ==")
+        rows.append(run(method))
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    Path(folder, "results.json").write_text(json.dumps(rows, indent=2))
+    heads = "".join(f"{head:>{len(head) + 3}}" for head in metrics.values())
+    print(f"\n{'method':12}{heads}{'trainable parameters':>24}{'seconds':>10}")
+    for row in rows:
+        values = "".join(f"{row[name]:{len(head) + 3}.4f}" for name, head in metrics.items())
+        print(f"{row['method']:12}{values}{row['trainable_parameters']:24,}{row['seconds']:10.0f}")

@@ -22,6 +22,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 
+CACHE = Path(__file__).resolve().parent.parent / ".cache"
 CLASSES = ("disc", "square", "triangle")
 CORNERS = (60, 4, 3)
 COUNTS = {"train": 600, "validation": 100, "test": 200}
@@ -101,6 +102,11 @@ def write(folder: Path, counts: dict[str, int] | None = None, size: int = 112, s
         (folder / f"instances_{split}.json").write_text(json.dumps(content))
     done.touch()
     return folder
+
+
+def prepare(size: int) -> Path:
+    """The scenes in the project's cache, made if need be. Returns their folder."""
+    return write(CACHE / f"scenes-{size}", size=size)
 
 
 if __name__ == "__main__":

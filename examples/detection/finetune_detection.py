@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import json
 import sys
 import time
 from dataclasses import dataclass, field
@@ -39,7 +38,6 @@ from pycocotools.cocoeval import COCOeval
 from safetensors.torch import save_file
 from tqdm.auto import tqdm
 from transformers import (
-    AutoBackbone,
     AutoConfig,
     DeformableDetrConfig,
     DeformableDetrForObjectDetection,
@@ -60,18 +58,21 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 import dinov2_small
 import scenes
 from finetuning import (
+    DEFAULTS,
     PROMPTED,
     PromptArguments,
     adapt,
     check_methods,
+    compare,
+    load_backbone,
     make_optimizer,
     new_norms,
     relocation,
+    report_relocations,
     to_pixels,
 )
 
 
-EXAMPLES = Path(__file__).resolve().parents[1]
 METHODS = ("head", *PROMPTED)
 # Of an image, as COCO's metric counts them.
 MOST_DETECTIONS = 100
@@ -264,9 +265,7 @@ def make_detector(args: DetectionArguments, num_labels: int) -> DeformableDetr |
     windowed = hasattr(config, "depths")
     config.out_features = config.stage_names[-4:] if windowed else config.stage_names[-1:]
     detector = ARCHITECTURES[args.architecture](args, config, num_labels)
-    # `AutoBackbone.from_pretrained` takes no local folder.
-    backbone = type(AutoBackbone.from_config(config)).from_pretrained(args.model_name_or_path, config=config)
-    setattr(detector.parent, detector.name, backbone)
+    setattr(detector.parent, detector.name, load_backbone(args.model_name_or_path, config))
     return detector
 
 
@@ -337,15 +336,13 @@ def run(
     inside = {id(parameter) for parameter in backbone.parameters()}
     head = {name: p.detach().contiguous() for name, p in model.named_parameters() if id(p) not in inside}
     save_file(head, folder / "head.safetensors")
-    moves = [move for callback in callbacks for move in callback.history if move.prompt is not None]
-    if callbacks:
-        print(f"{len(moves)} relocations; prompts in each block: {backbone.base_model.prompt_distribution()}")
+    relocations = report_relocations(callbacks, backbone)
     metrics = evaluate(detector, test, training.per_device_eval_batch_size)
     return {
         "method": method,
         "trainable_parameters": trainable,
         "seconds": seconds,
-        "relocations": len(moves),
+        "relocations": relocations,
         **metrics,
     }
 
@@ -358,37 +355,28 @@ def main() -> None:
     parser.set_defaults(
         output_dir="outputs/detection",
         num_train_epochs=4,
-        save_strategy="no",
         logging_strategy="epoch",
         learning_rate=3e-4,
         prompt_learning_rate=1e-3,
         prompt_dropout=0.0,
-        lr_scheduler_type="cosine",
         warmup_steps=0.1,
         max_grad_norm=0.1,
-        report_to="none",
-        remove_unused_columns=False,
-        dataloader_pin_memory=torch.cuda.is_available(),
+        **DEFAULTS,
     )
     args, prompts, training = parser.parse_args_into_dataclasses()
     args.model_name_or_path = args.model_name_or_path or str(dinov2_small.prepare())
     if args.train_images is None:
-        folder = scenes.write(EXAMPLES.parent / ".cache" / f"scenes-{args.image_size}", size=args.image_size)
+        folder = scenes.prepare(args.image_size)
         args.train_images, args.test_images = (folder / "images" / split for split in ("train", "test"))
         args.train_annotations, args.test_annotations = (
             folder / f"instances_{split}.json" for split in ("train", "test")
         )
-    rows = []
-    for method in args.methods:
-        print(f"\n== {method} ==")
-        rows.append(run(method, args, prompts, training))
-    Path(training.output_dir, "results.json").write_text(json.dumps(rows, indent=2))
-    print(f"\n{'method':12}{'AP':>8}{'AP50':>8}{'trainable parameters':>24}{'seconds':>10}")
-    for row in rows:
-        print(
-            f"{row['method']:12}{row['ap']:8.4f}{row['ap50']:8.4f}"
-            f"{row['trainable_parameters']:24,}{row['seconds']:10.0f}"
-        )
+    compare(
+        args.methods,
+        lambda method: run(method, args, prompts, training),
+        training.output_dir,
+        {"ap": "AP", "ap50": "AP50"},
+    )
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ A data folder has `images/<split>/NAME.jpg` (or png) and `annotations/<split>/NA
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from dataclasses import dataclass, field
@@ -33,7 +32,6 @@ from PIL import Image
 from torch.nn import functional as F
 from tqdm.auto import tqdm
 from transformers import (
-    AutoBackbone,
     AutoConfig,
     HfArgumentParser,
     Trainer,
@@ -49,13 +47,17 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 import dinov2_small
 import scenes
 from finetuning import (
+    DEFAULTS,
     PROMPTED,
     PromptArguments,
     adapt,
     check_methods,
+    compare,
+    load_backbone,
     make_optimizer,
     new_norms,
     relocation,
+    report_relocations,
     to_pixels,
 )
 from setr import IGNORED, SetrPup
@@ -165,14 +167,13 @@ def make_model(args: SegmentationArguments) -> torch.nn.Module:
         return SetrPup.from_pretrained(args.model_name_or_path, args.num_labels, args.head_channels)
     backbone_config = AutoConfig.from_pretrained(args.model_name_or_path)
     backbone_config.out_features = backbone_config.stage_names[-4:]
-    widths = AutoBackbone.from_config(backbone_config).channels
+    backbone = load_backbone(args.model_name_or_path, backbone_config)
     config = UperNetConfig(
         backbone_config=backbone_config, hidden_size=args.head_channels, num_labels=args.num_labels,
-        auxiliary_channels=args.head_channels, auxiliary_in_channels=widths[2],
+        auxiliary_channels=args.head_channels, auxiliary_in_channels=backbone.channels[2],
     )  # fmt: skip
     model = UperNetForSemanticSegmentation(config)
-    # `AutoBackbone.from_pretrained` takes no local folder.
-    model.backbone = type(model.backbone).from_pretrained(args.model_name_or_path, config=backbone_config)
+    model.backbone = backbone
     return model
 
 
@@ -244,14 +245,12 @@ def run(
     backbone = AutoConfig.from_pretrained(args.model_name_or_path)
     multiple = backbone.patch_size if args.head == "setr-pup" else 32
     result = mean_iou(model, test, multiple, SCALES if args.multi_scale else (1.0,))
-    moves = [move for callback in callbacks for move in callback.history if move.prompt is not None]
-    if callbacks:
-        print(f"{len(moves)} relocations; prompts in each block: {model.base_model.prompt_distribution()}")
+    relocations = report_relocations(callbacks, model)
     return {
         "method": method,
         "trainable_parameters": trainable,
         "seconds": seconds,
-        "relocations": len(moves),
+        "relocations": relocations,
         **result,
     }
 
@@ -265,32 +264,20 @@ def main() -> None:
     parser.set_defaults(
         output_dir="outputs/segmentation",
         num_train_epochs=4,
-        save_strategy="no",
         logging_strategy="epoch",
         learning_rate=1e-3,
-        lr_scheduler_type="cosine",
-        report_to="none",
-        remove_unused_columns=False,
         label_names=["labels"],
-        dataloader_pin_memory=torch.cuda.is_available(),
+        **DEFAULTS,
     )
     args, prompts, training = parser.parse_args_into_dataclasses()
     args.model_name_or_path = args.model_name_or_path or str(dinov2_small.prepare())
-    folder = args.data_folder or scenes.write(
-        EXAMPLES.parent / ".cache" / f"scenes-{args.image_size}", size=args.image_size
+    folder = args.data_folder or scenes.prepare(args.image_size)
+    compare(
+        args.methods,
+        lambda method: run(method, folder, args, prompts, training),
+        training.output_dir,
+        {"mean_iou": "mean IoU", "accuracy": "accuracy"},
     )
-    rows = []
-    for method in args.methods:
-        print(f"\n== {method} ==")
-        rows.append(run(method, folder, args, prompts, training))
-    Path(training.output_dir).mkdir(parents=True, exist_ok=True)
-    Path(training.output_dir, "results.json").write_text(json.dumps(rows, indent=2))
-    print(f"\n{'method':12}{'mean IoU':>10}{'accuracy':>10}{'trainable parameters':>24}{'seconds':>10}")
-    for row in rows:
-        print(
-            f"{row['method']:12}{row['mean_iou']:10.4f}{row['accuracy']:10.4f}"
-            f"{row['trainable_parameters']:24,}{row['seconds']:10.0f}"
-        )
 
 
 if __name__ == "__main__":
