@@ -28,6 +28,7 @@ sys.path.append(str(Path(__file__).resolve().parent / "benchmarks"))
 import tasks
 from common import (
     append_lines,
+    even,
     fit,
     make_base,
     make_optimizer,
@@ -35,6 +36,7 @@ from common import (
     mean_and_spread,
     read_lines,
     results_parser,
+    starting_prompts,
 )
 
 
@@ -96,28 +98,18 @@ def finished(args: argparse.Namespace) -> list[dict[str, Any]]:
     return read_lines(args.output, protocol(args))
 
 
-def even(budget: int, num_blocks: int) -> list[int]:
-    """Prompts in each block, as even as can be."""
-    return [budget // num_blocks + (block < budget % num_blocks) for block in range(num_blocks)]
-
-
 def make_model(name: str, args: argparse.Namespace, num_labels: int, seed: int) -> PeftModel:
     """The backbone with the prompts that a strategy begins with."""
     base = make_base(num_labels, seed, args.model_name_or_path)
-    num_prompts: int | list[int] = args.num_prompts
-    reserve = 0
     num_blocks = base.config.num_hidden_layers
     if name in FIXED:
         first, last = FIXED[name]
         part = even(args.num_prompts * num_blocks, last - first + 1)
-        num_prompts = [0] * (first - 1) + part + [0] * (num_blocks - last)
-    elif name.startswith("B"):
-        # So many that the baseline's budget is left after pruning.
-        num_prompts = even(round(args.num_prompts * num_blocks / (1 - int(name[1:]) / 100)), num_blocks)
-    elif name == "adding":
-        # One prompt for each epoch in which one may be added.
-        reserve = args.epochs - 1
-        num_prompts = even(args.num_prompts * num_blocks - reserve, num_blocks)
+        num_prompts, reserve = [0] * (first - 1) + part + [0] * (num_blocks - last), 0
+    else:
+        share = int(name[1:]) / 100 if name[1:].isdecimal() else None
+        strategy = name if share is None else name[0]
+        num_prompts, reserve = starting_prompts(strategy, args.num_prompts, num_blocks, args.epochs, share)
     config = ProVPTConfig(num_prompts=num_prompts, reserve=reserve, modules_to_save=["classifier"])
     return get_peft_model(base, config)
 

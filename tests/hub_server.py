@@ -1,6 +1,7 @@
 """A Hub on the loopback address: the endpoints that uploading and downloading a repository use.
 
-Repositories live in memory, one branch each. `TOKEN` belongs to the user `me`; private repositories are for it alone.
+Repositories live in memory, one branch each; data sets are only read. `TOKEN` belongs to the user `me`; private
+repositories are for it alone.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class Hub(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
-        if match := re.fullmatch(r"/api/models/([^/]+/[^/]+?)(/revision/[^/]+|/tree/[^/]+)?", path):
+        if match := re.fullmatch(r"/api/(?:models|datasets)/([^/]+/[^/]+?)(/revision/[^/]+|/tree/[^/]+)?", path):
             name, what = match.groups()
             repository = self.repositories.get(name)
             if self.may(repository):
@@ -111,7 +112,7 @@ class Hub(BaseHTTPRequestHandler):
                 ]
                 information = {"id": name, "sha": COMMIT, "private": repository.private, "siblings": files}
                 self.answer(200, entries if what and what.startswith("/tree") else information)
-        elif match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/[^/]+/(.+)", path):
+        elif match := re.fullmatch(r"(?:/datasets)?/([^/]+/[^/]+)/resolve/[^/]+/(.+)", path):
             repository = self.repositories.get(match[1])
             if self.may(repository):
                 content = repository.files.get(match[2])

@@ -1,10 +1,12 @@
 """The example scripts, as a user runs them, on tiny models and a handful of images."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import hub_server
 import numpy as np
 import pytest
 import tiny
@@ -16,9 +18,9 @@ from transformers import AutoModelForImageClassification, ViTImageProcessor
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def run(script, *arguments):
+def run(script, *arguments, **environment):
     command = [sys.executable, str(EXAMPLES / script), *map(str, arguments)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | environment)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -125,35 +127,77 @@ def test_strategies_of_table_3(tmp_path, checkpoint):
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) == len(lines)
 
 
-def test_offline_suite(tmp_path, checkpoint):
-    arguments = (
-        "vtab/offline.py", "--model_name_or_path", checkpoint, "--tasks", "digits", "--seeds", 0, 1, "--epochs", 2,
-        "--train_images", 32, "--image_size", 32, "--num_prompts", 2, "--output", tmp_path / "results.jsonl",
-        "--methods", "linear", "lora", "vpt-deep", "pro-vpt-paper", "pro-vpt-default", "full",
+def offline_arguments(tmp_path, checkpoint):
+    return (
+        "vtab/offline.py", "--model_name_or_path", checkpoint, "--tasks", "digits", "--epochs", 2,
+        "--train_images", 32, "--image_size", 32, "--output", tmp_path / "results.jsonl", "--pictures", tmp_path,
+        "--device", "cpu",
     )  # fmt: skip
-    output = run(*arguments)
-    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+
+
+def read_results(tmp_path):
+    return [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+
+
+def test_offline_suite_chooses_rates_and_compares_numbers_of_prompts(tmp_path, checkpoint):
+    arguments = (*offline_arguments(tmp_path, checkpoint), "--seeds", 0, 1)
+    compared = ("--num_prompts", 2, "--methods", "vpt-deep", "pro-vpt-default")
+    output = run(*arguments, *compared)
+    lines = read_results(tmp_path)
     # Two learning rates on the first seed, the better one by validation on the second.
-    assert [line["seed"] for line in lines] == [0] * 12 + [1] * 6
-    for method in ("linear", "pro-vpt-default"):
+    assert [line["seed"] for line in lines] == [0] * 4 + [1] * 2
+    means = {}
+    for method in ("vpt-deep", "pro-vpt-default"):
         first, second, chosen = (line for line in lines if line["method"] == method)
         best = second if second["validation_accuracy"] > first["validation_accuracy"] else first
         assert chosen["learning_rate"] == best["learning_rate"]
         # The table shows the mean of the chosen rate's runs.
-        mean = (best["test_accuracy"] + chosen["test_accuracy"]) / 2
-        assert f"| {method} | {mean:.2f} ± " in output
-    # A head of 32 * 10 + 10; 8 prompts of 32; LoRA's 2 * 2 matrices of 32 * 8 in each of 4 blocks.
-    trained = {line["method"]: line["trainable_parameters"] for line in lines}
-    assert (trained["linear"], trained["vpt-deep"], trained["lora"]) == (330, 330 + 256, 330 + 4096)
-    assert trained["pro-vpt-default"] == trained["pro-vpt-paper"] == trained["vpt-deep"]
+        means[method] = (best["test_accuracy"] + chosen["test_accuracy"]) / 2
+        assert f"| {method} | {means[method]:.2f} ± " in output
+        assert {best["data_hash"], chosen["data_hash"]} == {line["data_hash"] for line in lines}
     assert len({line["data_hash"] for line in lines}) == 2  # one for each seed
-    run(*arguments)
-    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == len(lines)
+    assert "a block |" not in output
+
+    # Another number of prompts: the same table of it, and one over both numbers with their standard deviation.
+    output = run(*arguments, "--seeds", 0, "--num_prompts", 1, "--methods", "vpt-deep", "pro-vpt-default")
+    first, second = (line for line in read_results(tmp_path)[6:] if line["method"] == "vpt-deep")
+    best = second if second["validation_accuracy"] > first["validation_accuracy"] else first
+    assert "| task | method | 1 a block | 2 a block | spread |" in output
+    spread = abs(best["test_accuracy"] - means["vpt-deep"]) / 2**0.5
+    row = next(line for line in output.splitlines() if line.startswith("| digits | vpt-deep |"))
+    assert row.startswith(f"| digits | vpt-deep | {best['test_accuracy']:.2f} (1) | {means['vpt-deep']:.2f} ± ")
+    assert row.endswith(f"(2) | {spread:.2f} |")
+    with Image.open(tmp_path / "robustness.png") as picture:
+        assert picture.width > 300
+    # Nothing is run twice.
+    assert run(*arguments, *compared).count("| pro-vpt-default |") == 2
+    assert len(read_results(tmp_path)) == 10
+
+
+@pytest.mark.slow
+def test_offline_suite_with_all_methods(tmp_path, checkpoint):
+    output = run(
+        *offline_arguments(tmp_path, checkpoint), "--num_prompts", 2, "--seeds", 0, "--learning_rates", 1e-3,
+        "--prune_shares", 0.5, "--methods", *(method for method in VTAB_METHODS if method != "vpt-deep-constant"),
+    )  # fmt: skip
+    lines = {line["method"]: line for line in read_results(tmp_path)}
+    assert all(f"\n| {method} | {line['test_accuracy']:.2f} (1) |" in output for method, line in lines.items())
+    # A head of 32 * 10 + 10; 8 prompts of 32; LoRA's 2 * 2 matrices of 32 * 8 in each of 4 blocks.
+    trained = {method: line["num_trainable_params"] for method, line in lines.items()}
+    assert (trained["linear"], trained["vpt-deep"], trained["lora"]) == (330, 330 + 256, 330 + 4096)
+    assert trained["pro-vpt-default"] == trained["pro-vpt-paper"] == trained["pro-vpt-adding"] == trained["vpt-deep"]
+    # (B) began with 16 prompts and pruned half of them, (A) with 8. Adding began with 7.
+    assert trained["pro-vpt-B"] == 330 + 512
+    totals = {method: sum(line["distribution"]) for method, line in lines.items() if line["distribution"]}
+    assert (totals["pro-vpt-A"], totals["pro-vpt-B"], totals["pro-vpt-adding"]) == (4, 8, 8)
+    # Adam's two moments of each trained weight.
+    memory = {method: line["accelerator_memory_max"] for method, line in lines.items()}
+    assert memory["full"] > memory["linear"] + 8 * (trained["full"] - trained["linear"])
 
 
 VTAB_METHODS = (
     "full", "linear", "lora", "vpt-shallow", "vpt-deep", "vpt-deep-constant", "pro-vpt-paper", "pro-vpt-default",
-    "pro-vpt-C", "pro-vpt-D", "pro-vpt-E", "pro-vpt-F", "pro-vpt-G",
+    "pro-vpt-A", "pro-vpt-B", "pro-vpt-C", "pro-vpt-D", "pro-vpt-E", "pro-vpt-F", "pro-vpt-G", "pro-vpt-adding",
 )  # fmt: skip
 
 
@@ -184,19 +228,20 @@ def test_vtab_and_fgvc_on_a_miniature_copy_of_their_layout(tmp_path, checkpoint,
             # Classes counted from 1, as in some of the lists.
             (folder / f"{name}.json").write_text(json.dumps({path: label + 1 for path, label in part}))
     arguments = (
-        "vtab/vtab.py", "--suite", suite, "--root", tmp_path, "--model_name_or_path", checkpoint, "--epochs", 2,
-        "--image_size", 32, "--num_prompts", 2, "--base_lrs", 1, 0.1, "--weight_decays", 0, "--seeds", 0, 1,
+        "vtab/vtab.py", "--suite", suite, "--model_name_or_path", checkpoint, "--epochs", 2, "--image_size", 32,
+        "--num_prompts", 2, "--base_lrs", 1, 0.1, "--weight_decays", 0, "--prune_shares", 0.5, "--seeds", 0, 1,
         "--device", "cpu", "--output", tmp_path / "results.jsonl",
     )  # fmt: skip
-    output = run(*arguments, "--tasks", task)
+    local = (*arguments, "--root", tmp_path)
+    output = run(*local, "--tasks", task)
     assert f"{task} is left out: {task} should have" in output
     assert "`--any_size` takes it all the same" in output
 
     # A task that is missing is named, the others run.
     other = {"vtab-1k": "dmlab", "fgvc": "nabirds"}[suite]
-    output = run(*arguments, "--any_size", "--tasks", other, task, "--methods", *methods)
+    output = run(*local, "--any_size", "--tasks", other, task, "--methods", *methods)
     assert f"{other} is left out: there is no" in output
-    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    lines = read_results(tmp_path)
     assert len(lines) == len(methods) * 4
     for method in methods:
         *search, first, second = (line for line in lines if line["method"] == method)
@@ -209,8 +254,26 @@ def test_vtab_and_fgvc_on_a_miniature_copy_of_their_layout(tmp_path, checkpoint,
         constant = method.startswith("pro-vpt") or method == "vpt-deep-constant"
         assert first["batch_size"] == (64 if constant else 128)
         assert f"\n| {method} |" in output
-    run(*arguments, "--any_size", "--tasks", task, "--methods", "vpt-deep")
-    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == len(lines)
+    run(*local, "--any_size", "--tasks", task, "--methods", "vpt-deep")
+    assert len(read_results(tmp_path)) == len(lines)
+
+    # The same files from a Hub give the same accuracies; a repository that is not there is named.
+    with hub_server.running() as (address, repositories):
+        environment = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0"}
+        repositories["me/suite"] = repository = hub_server.Repository(private=False)
+        for path in folder.rglob("*.*"):
+            repository.files[path.relative_to(tmp_path).as_posix()] = path.read_bytes()
+        output = run(
+            *arguments, "--hub_dataset", "me/suite", "--any_size", "--tasks", other, task, "--methods", "linear",
+            "--output", tmp_path / "hub.jsonl", **environment,
+        )  # fmt: skip
+        assert f"{other} is left out: there is no" in output
+        output = run(*arguments, "--hub_dataset", "me/nothing", "--tasks", task, **environment)
+        assert f"{task} is left out: me/nothing could not be downloaded" in output
+    from_hub = [json.loads(line) for line in (tmp_path / "hub.jsonl").read_text().splitlines()]
+    assert [line["train_loss"] for line in from_hub] == [
+        line["train_loss"] for line in lines if line["method"] == "linear"
+    ]
 
 
 @pytest.mark.slow

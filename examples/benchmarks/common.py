@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from tasks import Split
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForImageClassification, PreTrainedModel, ViTConfig, ViTForImageClassification
 
 from provpt_peft import ProVPTConfig, RelocationConfig, Relocator
@@ -61,6 +62,53 @@ def file_bytes(model: torch.nn.Module) -> int:
     else:
         tensors = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     return len(safetensors.torch.save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}))
+
+
+def peak_memory(model: torch.nn.Module, optimizer: torch.optim.Optimizer, function: Callable[[], Any]) -> int:
+    """Bytes of weights, optimizer states and, at its peak, of what a function allocates. On CUDA what PyTorch's
+    allocator has reserved meanwhile."""
+    if next(model.parameters()).is_cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        function()
+        return torch.cuda.max_memory_reserved()
+    states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+    kept = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), *states))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        function()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    running = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        running += event.nbytes()
+        peak = max(peak, running)
+    return kept + peak
+
+
+def even(budget: int, num_blocks: int) -> list[int]:
+    """Prompts in each block, as even as can be."""
+    return [budget // num_blocks + (block < budget % num_blocks) for block in range(num_blocks)]
+
+
+def starting_prompts(
+    strategy: str, num_prompts: int, num_blocks: int, epochs: int, prune_share: float | None
+) -> tuple[list[int], int]:
+    """The prompts in each block that a strategy begins with, and its reserve.
+
+    Args:
+        strategy: Name of a preset of `RelocationConfig`. (B) begins with more prompts, so many that the budget is left
+            after pruning; adding begins with fewer, by one for each epoch in which one may be added, at most half.
+        num_prompts: The budget: prompts a block.
+        num_blocks: Blocks of the backbone.
+        epochs: Epochs of the run.
+        prune_share: The share that (A) and (B) prune.
+    """
+    budget, reserve = num_prompts * num_blocks, 0
+    if strategy == "B":
+        assert prune_share is not None
+        budget = round(budget / (1 - prune_share))
+    elif strategy == "adding":
+        reserve = min(epochs - 1, budget // 2)
+    return even(budget - reserve, num_blocks), reserve
 
 
 def make_optimizer(model: PeftModel) -> torch.optim.Optimizer:
@@ -172,7 +220,7 @@ _HELP = {
 
 
 def results_parser(
-    description: str, results: str, checkpoint: bool = False, **defaults: int
+    description: str, results: str, checkpoint: bool = False, device: bool = False, **defaults: int
 ) -> argparse.ArgumentParser:
     """A parser with the options of a script that keeps results.
 
@@ -180,11 +228,14 @@ def results_parser(
         description: The script's docstring.
         results: Name of the file in `results/`, without its ending.
         checkpoint: Whether the script takes other backbones than the demo's.
+        device: Whether it takes a device.
         defaults: Options of `_HELP` that the script has, with their defaults.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     if checkpoint:
         parser.add_argument("--model_name_or_path", help="checkpoint of the backbone (default: the demo's DINOv2-S)")
+    if device:
+        parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{_HELP[name]} (default: {default})")
     output = Path("results", f"{results}.jsonl")

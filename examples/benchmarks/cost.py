@@ -24,12 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import append_lines, file_bytes, make_vit, read_lines, results_parser, with_lora
+from common import append_lines, file_bytes, make_vit, peak_memory, read_lines, results_parser, with_lora
 from peft import PeftModel, get_peft_model
 from pictures import BLACK, BLUE, GREEN, PURPLE, SKY, VERMILLION, plt, save
 from prepended import prepend_prompts, prepend_prompts_in_windows
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 from tqdm.auto import tqdm
 from transformers import SwinConfig, SwinForImageClassification
 
@@ -112,24 +111,13 @@ class Contender:
         self.forward(pixel_values=self.batch["pixel_values"][:1])
 
     def peak_memory(self) -> int:
-        """Bytes of weights, optimizer states and, at its peak, of what a step and a relocation allocate."""
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+        """Bytes at the peak of a step and a relocation."""
+
+        def step_and_relocate() -> None:
             self.step()
             self.relocate()
-            return torch.cuda.max_memory_reserved()
-        states = [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
-        kept = sum(t.nbytes for t in (*self.model.parameters(), *self.model.buffers(), *states))
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            self.step()
-            self.relocate()
-        events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-        running = peak = 0
-        for event in sorted(events, key=lambda event: event.start_ns()):
-            running += event.nbytes()
-            peak = max(peak, running)
-        return kept + peak
+
+        return peak_memory(self.model, self.optimizer, step_and_relocate)
 
 
 def prompted(shape: str, num_prompts: int | list[int], args: argparse.Namespace) -> PeftModel:
@@ -324,13 +312,12 @@ def draw(lines: list[dict[str, Any]], title: str, path: Path) -> None:
 
 
 def main() -> None:
-    parser = results_parser(__doc__, "cost", image_size=224, threads=2)
+    parser = results_parser(__doc__, "cost", device=True, image_size=224, threads=2)
     parser.add_argument("--shapes", nargs="+", default=["vit-small"], choices=SHAPES, help="default: vit-small")
     parser.add_argument("--num_prompts", type=int, nargs="+", default=[5, 10, 20, 50, 100, 200], help="a block")
     parser.add_argument("--batch_size", type=int, default=8, help="images a step (default: 8)")
     parser.add_argument("--epoch_images", type=int, default=1000, help="images of an epoch (default: 1000, VTAB-1k's)")
     parser.add_argument("--rounds", type=int, default=4, help="steps of each contender (default: 4)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     parser.add_argument(
         "--contenders", nargs="+", default=CONTENDERS,
         help=f"which (default: all); also {SECOND_HALF!r}, and any with {COMPILED!r} or {CHECKPOINTED!r} behind it",

@@ -16,24 +16,48 @@ from peft import get_peft_model
 
 import provpt_peft
 from provpt_peft import ProVPTConfig, RelocationConfig, Relocator
+from provpt_peft.backbones import find_blocks
 
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
-from common import file_bytes, make_base, make_relocator, mean_and_spread, with_lora
+from common import (
+    file_bytes,
+    make_base,
+    make_relocator,
+    mean_and_spread,
+    peak_memory,
+    starting_prompts,
+    train_epoch,
+    with_lora,
+)
 from tasks import Split
 
 
-# The letters are the strategies of the paper's Tab. 3 that keep the budget.
+# The letters are the strategies of the paper's Tab. 3, adding is that of its appendix.
 METHODS = (
     "linear", "lora", "vpt-deep", "pro-vpt-paper", "pro-vpt-default", "full", "vpt-shallow",
-    "pro-vpt-C", "pro-vpt-D", "pro-vpt-E", "pro-vpt-F", "pro-vpt-G",
+    "pro-vpt-A", "pro-vpt-B", "pro-vpt-C", "pro-vpt-D", "pro-vpt-E", "pro-vpt-F", "pro-vpt-G", "pro-vpt-adding",
 )  # fmt: skip
+# What (A) and (B) prune is searched with the learning rate.
+PRUNE_SHARES = tuple(percent / 100 for percent in range(10, 100, 10))
+
+
+def prune_shares(method: str, shares: Sequence[float]) -> Sequence[float | None]:
+    """The shares that a method tries: those given, or none where it prunes nothing for good."""
+    return shares if method in ("pro-vpt-A", "pro-vpt-B") else (None,)
 
 
 def make_model(
-    method: str, num_labels: int, num_prompts: int, seed: int, checkpoint: str | None = None
+    method: str,
+    num_labels: int,
+    num_prompts: int,
+    epochs: int,
+    prune_share: float | None,
+    seed: int,
+    checkpoint: str | None = None,
 ) -> torch.nn.Module:
-    """The backbone with a new head, and what the method trains in it."""
+    """The backbone with a new head, and what the method trains in it. See `starting_prompts` for the prompts that it
+    begins with."""
     base = make_base(num_labels, seed, checkpoint)
     if method == "full":
         return base
@@ -42,27 +66,54 @@ def make_model(
         return base
     if method == "lora":
         return with_lora(base)
-    shallow = method == "vpt-shallow"
-    config = ProVPTConfig(num_prompts=num_prompts, shallow=shallow, modules_to_save=["classifier"])
-    return get_peft_model(base, config)
+    if method == "vpt-shallow":
+        return get_peft_model(
+            base, ProVPTConfig(num_prompts=num_prompts, shallow=True, modules_to_save=["classifier"])
+        )
+    strategy = method.removeprefix("pro-vpt-")
+    counts, reserve = starting_prompts(strategy, num_prompts, len(find_blocks(base)), epochs, prune_share)
+    return get_peft_model(base, ProVPTConfig(num_prompts=counts, reserve=reserve, modules_to_save=["classifier"]))
 
 
 def make_method_relocator(
-    method: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, train: Split, seed: int
+    method: str,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    train: Split,
+    prune_share: float | None,
+    seed: int,
 ) -> Relocator | None:
     """The relocator of a method that has one."""
     if not method.startswith("pro-vpt-"):
         return None
-    config = RelocationConfig.preset(method.removeprefix("pro-vpt-"))
+    changes = {} if prune_share is None else {"prune_share": prune_share}
+    config = RelocationConfig.preset(method.removeprefix("pro-vpt-"), **changes)
     return make_relocator(config, model, optimizer, train, seed)
 
 
-def describe(method: str, model: torch.nn.Module, relocator: Relocator | None) -> dict[str, Any]:
-    """What a line of the results says of a trained model."""
+def describe(
+    method: str,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Split,
+    relocator: Relocator | None,
+) -> dict[str, Any]:
+    """What a line of the results says of a trained model, under the names of PEFT's method comparison.
+
+    Args:
+        method: What was trained.
+        model: The model. Measuring its memory trains it for another step, on the CPU too.
+        optimizer: Its optimizer.
+        batch: The images of a step.
+        relocator: Its relocator, if it had one.
+    """
     history = relocator.history if relocator is not None else []
     return {
-        "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
-        "file_bytes": file_bytes(model),
+        "num_trainable_params": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "file_size": file_bytes(model),
+        "accelerator_memory_max": peak_memory(
+            model, optimizer, lambda: train_epoch(model, optimizer, batch, seed=0, batch_size=len(batch))
+        ),
         "relocations": sum(record.block not in (None, record.from_block) for record in history),
         "distribution": model.base_model.prompt_distribution() if "vpt" in method else None,
         "date": str(date.today()),
@@ -87,7 +138,7 @@ def print_tables(
         methods: Methods in the order of the rows.
     """
     names = [task for group in groups.values() for task in group]
-    header = [*names, *groups, "mean of groups", "trained parameters", "file kB"]
+    header = [*names, *groups, "mean of groups", "trained parameters", "file kB", "peak MB"]
     print(f"| method | {' | '.join(header)} |\n|{' --- |' * (len(header) + 1)}")
     for method in methods:
         means, cells = {}, []
@@ -102,7 +153,7 @@ def print_tables(
         cells.append(f"{statistics.mean(of_groups.values()):.2f}" if len(of_groups) == len(groups) else "")
         rows = [line for (name, _), found in chosen.items() if name == method for line in found]
         if rows:
-            for name, scale in (("trainable_parameters", 1), ("file_bytes", 1000)):
+            for name, scale in (("num_trainable_params", 1), ("file_size", 1e3), ("accelerator_memory_max", 1e6)):
                 cells.append(f"{statistics.mean(row[name] for row in rows) / scale:,.0f}")
             print(f"| {method} | {' | '.join(cells)} |")
 

@@ -3,17 +3,21 @@
     python examples/vtab/offline.py                          # runs what is missing in results/offline.jsonl
     python examples/vtab/offline.py --report                 # prints the table of what is there
     python examples/vtab/offline.py --tasks count --methods vpt-deep pro-vpt-default --seeds 0
+    python examples/vtab/offline.py --tasks count --methods vpt-deep pro-vpt-default --num_prompts 25
 
 The tasks are those of `examples/benchmarks/tasks.py`, the backbone is the demo's DINOv2-S. Each run is one line of the
 results file, so a sweep that was stopped goes on where it was; several processes may share a file if each takes tasks
 of its own. All methods have the same recipe: AdamW, cosine decay, and a learning rate from the same grid. The first
-seed runs the whole grid, its validation accuracy chooses a rate for each method and task, and the other seeds run that
-one. The table shows the chosen runs only.
+seed runs the whole grid, its validation accuracy chooses a rate for each method and task (and the share that (A) and
+(B) prune), and the other seeds run that one. The tables show the chosen runs only: one for `--num_prompts`, and one of
+the accuracy over all numbers of prompts a block that were run, which is drawn as well.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -25,8 +29,18 @@ from tqdm.auto import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import tasks
-from common import append_lines, fit, read_lines, results_parser
-from methods import METHODS, best_of_grid, describe, make_method_relocator, make_model, print_tables
+from common import append_lines, fit, mean_and_spread, read_lines, results_parser
+from methods import (
+    METHODS,
+    PRUNE_SHARES,
+    best_of_grid,
+    describe,
+    make_method_relocator,
+    make_model,
+    print_tables,
+    prune_shares,
+)
+from pictures import BLUE, VERMILLION, plt, save
 
 
 GROUPS = {
@@ -35,6 +49,11 @@ GROUPS = {
     "structured": ("location", "orientation", "count", "distance"),
 }
 LEARNING_RATES = (1e-3, 3e-3)
+BATCH_SIZE = 32
+# What the first seed chooses: the learning rate, and the share that (A) and (B) prune.
+Setting = tuple[float, float | None]
+# Methods that are drawn over the number of prompts.
+COLOURS = {"vpt-deep": VERMILLION, "pro-vpt-default": BLUE}
 
 
 def protocol(args: argparse.Namespace) -> dict[str, Any]:
@@ -43,15 +62,18 @@ def protocol(args: argparse.Namespace) -> dict[str, Any]:
     return {"model": str(args.model_name_or_path or "DINOv2-S")} | {name: getattr(args, name) for name in names}
 
 
-def run(method: str, task_name: str, seed: int, learning_rate: float, args: argparse.Namespace) -> dict[str, Any]:
+def run(method: str, task_name: str, seed: int, setting: Setting, args: argparse.Namespace) -> dict[str, Any]:
     """Train and test once. Returns the line of the results; accuracies in percent."""
+    learning_rate, prune_share = setting
     task = tasks.load(task_name, args.image_size, args.train_images, args.validation_images, seed)
-    model = make_model(method, task.num_labels, args.num_prompts, seed, args.model_name_or_path)
+    model = make_model(
+        method, task.num_labels, args.num_prompts, args.epochs, prune_share, seed, args.model_name_or_path
+    ).to(args.device)
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=learning_rate, weight_decay=0.0)
-    relocator = make_method_relocator(method, model, optimizer, task.train, seed)
+    relocator = make_method_relocator(method, model, optimizer, task.train, prune_share, seed)
     start = time.perf_counter()
-    loss = fit(model, optimizer, task.train, args.epochs, seed, relocator, cosine=True)
+    loss = fit(model, optimizer, task.train, args.epochs, seed, relocator, BATCH_SIZE, cosine=True)
     seconds = time.perf_counter() - start
     return {
         "suite": "offline",
@@ -59,14 +81,15 @@ def run(method: str, task_name: str, seed: int, learning_rate: float, args: argp
         "task": task_name,
         "seed": seed,
         "learning_rate": learning_rate,
+        "prune_share": prune_share,
         **protocol(args),
         "train_loss": loss,
         "validation_accuracy": 100 * tasks.evaluate(model, task.validation)[1],
         "test_accuracy": 100 * tasks.evaluate(model, task.test)[1],
-        "train_seconds": seconds,
-        "train_images_per_second": args.epochs * len(task.train) / seconds,
+        "train_time": seconds,
+        "images_per_second": args.epochs * len(task.train) / seconds,
         "data_hash": tasks.data_hash(task),
-        **describe(method, model, relocator),
+        **describe(method, model, optimizer, task.train[:BATCH_SIZE], relocator),
     }
 
 
@@ -75,43 +98,90 @@ def finished(args: argparse.Namespace) -> list[dict[str, Any]]:
     return read_lines(args.output, protocol(args))
 
 
-def chosen_rate(method: str, task: str, lines: list[dict[str, Any]], args: argparse.Namespace) -> float | None:
-    """The learning rate that the first seed's validation accuracies choose, see `best_of_grid`."""
+def setting_of(line: dict[str, Any]) -> Setting:
+    """The setting of a run."""
+    return line["learning_rate"], line["prune_share"]
+
+
+def grid_of(method: str, args: argparse.Namespace) -> list[Setting]:
+    """All settings that the first seed runs."""
+    return list(itertools.product(args.learning_rates, prune_shares(method, args.prune_shares)))
+
+
+def best_setting(method: str, task: str, lines: list[dict[str, Any]], args: argparse.Namespace) -> Setting | None:
+    """The setting that the first seed's validation accuracies choose, see `best_of_grid`."""
     tried = {
-        line["learning_rate"]: line["validation_accuracy"]
+        setting_of(line): line["validation_accuracy"]
         for line in lines
         if (line["method"], line["task"], line["seed"]) == (method, task, args.seeds[0])
     }
-    return best_of_grid(args.learning_rates, tried)
+    return best_of_grid(grid_of(method, args), tried)
 
 
-def missing(seed: int, args: argparse.Namespace) -> list[tuple[str, str, int, float]]:
+def missing(seed: int, args: argparse.Namespace) -> list[tuple[str, str, int, Setting]]:
     """The runs of a seed that are still to be made."""
     lines = finished(args)
-    done = {(line["method"], line["task"], line["seed"], line["learning_rate"]) for line in lines}
+    done = {(line["method"], line["task"], line["seed"], setting_of(line)) for line in lines}
     wanted = []
     for task in args.tasks:
         for method in args.methods:
-            chosen = chosen_rate(method, task, lines, args)
-            rates = args.learning_rates if seed == args.seeds[0] else [] if chosen is None else [chosen]
-            wanted += [(method, task, seed, rate) for rate in rates]
+            best = best_setting(method, task, lines, args)
+            settings = grid_of(method, args) if seed == args.seeds[0] else [] if best is None else [best]
+            wanted += [(method, task, seed, setting) for setting in settings]
     return [key for key in wanted if key not in done]
 
 
-def report(args: argparse.Namespace) -> None:
-    """Print the tables of the chosen runs."""
+def chosen_runs(args: argparse.Namespace) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """The runs with the setting that was chosen, by method and task."""
     lines = finished(args)
     chosen: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for line in lines:
         method, task = line["method"], line["task"]
-        if line["learning_rate"] == chosen_rate(method, task, lines, args):
+        if setting_of(line) == best_setting(method, task, lines, args):
             chosen.setdefault((method, task), []).append(line)
-    print_tables(chosen, GROUPS, METHODS)
+    return chosen
+
+
+def report(args: argparse.Namespace) -> None:
+    """Print the tables of the chosen runs, and draw accuracies over the number of prompts."""
+    print_tables(chosen_runs(args), GROUPS, METHODS)
+    counts = sorted({line["num_prompts"] for line in read_lines(args.output)})
+    by_count = {n: chosen_runs(argparse.Namespace(**vars(args) | {"num_prompts": n})) for n in counts}
+    # Tasks that both methods have at several numbers.
+    common = [
+        {task for (name, task) in chosen if all((method, task) in chosen for method in COLOURS)}
+        for chosen in by_count.values()
+    ]
+    names = [task for task in tasks.TASKS if sum(task in found for found in common) >= 2]
+    if not names:
+        return
+    header = ["task", "method", *(f"{n} a block" for n in counts), "spread"]
+    print(f"\n| {' | '.join(header)} |\n|{' --- |' * len(header)}")
+    figure, axes = plt.subplots(1, len(names), figsize=(4.5 * len(names), 3.4), squeeze=False)
+    for axis, task in zip(axes[0], names, strict=True):
+        drawn = [n for n, found in zip(counts, common, strict=True) if task in found]
+        for method, colour in COLOURS.items():
+            runs = {n: [line["test_accuracy"] for line in by_count[n][method, task]] for n in drawn}
+            means = [statistics.mean(found) for found in runs.values()]
+            cells = [f"{mean_and_spread(runs[n])} ({len(runs[n])})" if n in runs else "" for n in counts]
+            print(f"| {task} | {method} | {' | '.join(cells)} | {statistics.stdev(means):.2f} |")
+            for n, found in runs.items():
+                axis.plot([n] * len(found), found, ".", color=colour, markersize=3)
+            axis.plot(drawn, means, marker="o", color=colour, label=method)
+        axis.set_xscale("log")
+        axis.set_xticks(drawn, [str(n) for n in drawn])
+        axis.minorticks_off()
+        axis.set_xlabel("prompts a block")
+        axis.set_ylabel("test accuracy (%)")
+        axis.set_title(task, fontsize=10)
+    axes[0][0].legend(fontsize=8)
+    figure.tight_layout()
+    save(figure, args.pictures / "robustness.png")
 
 
 def main() -> None:
     parser = results_parser(
-        __doc__, "offline", checkpoint=True,
+        __doc__, "offline", checkpoint=True, device=True,
         epochs=15, train_images=800, validation_images=200, image_size=56, num_prompts=5, threads=2,
     )  # fmt: skip
     parser.add_argument(
@@ -120,12 +190,14 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", default=list(tasks.TASKS), choices=tasks.TASKS, help="default: all")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="seeds (default: 0 1 2)")
     parser.add_argument("--learning_rates", nargs="+", type=float, default=LEARNING_RATES, help="default: 1e-3 3e-3")
+    parser.add_argument("--prune_shares", nargs="+", type=float, default=PRUNE_SHARES, help="default: 0.1 to 0.9")
+    parser.add_argument("--pictures", type=Path, default=Path("docs/images"), help="folder of the picture")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if not args.report:
         for seed in args.seeds:
-            for method, task, _, rate in tqdm(missing(seed, args), desc=f"seed {seed}"):
-                append_lines(args.output, [run(method, task, seed, rate, args)])
+            for method, task, _, setting in tqdm(missing(seed, args), desc=f"seed {seed}"):
+                append_lines(args.output, [run(method, task, seed, setting, args)])
     report(args)
 
 

@@ -1,12 +1,14 @@
-"""VTAB-1k and FGVC as in the paper, from local folders.
+"""VTAB-1k and FGVC as in the paper, from a local folder or a data set repository of the Hub.
 
     python examples/vtab/vtab.py --root vtab-1k --model_name_or_path google/vit-base-patch16-224-in21k
     python examples/vtab/vtab.py --root vtab-1k --model_name_or_path google/vit-base-patch16-224-in21k --report
     python examples/vtab/vtab.py --suite fgvc --root fgvc --methods vpt-deep pro-vpt-default
+    python examples/vtab/vtab.py --hub_dataset OWNER/NAME --tasks cifar
 
 Layout of VTAB-1k: a folder for each task with images and the lists `train800.txt`, `val200.txt`, `train800val200.txt`
 and `test.txt`, one `path label` a line. Layout of FGVC: a folder for each task with images and the lists `train.json`,
-`val.json` and `test.json`, each a map from path to class. Paths are relative to the task's folder. A task that is
+`val.json` and `test.json`, each a map from path to class. Paths are relative to the task's folder. A repository of the
+Hub has the same layout; the folders of the tasks that are asked for are downloaded to its cache. A task that is
 missing is named and left out.
 
 The protocol is the paper's: a grid of base learning rates and weight decays is searched on the validation split,
@@ -14,8 +16,8 @@ then the best pair is trained on all training images (VTAB-1k: 1,000; FGVC: the 
 tested. SGD with momentum 0.9, learning rate base_lr * batch / 256. VPT has a cosine schedule and batch 64 from 100
 prompts on, else 128; PRO-VPT a constant rate and batch 64. `vpt-deep-constant` is VPT-Deep under PRO-VPT's recipe,
 so that a margin is not the schedule's. VTAB-1k is resized to 224 without augmentation, FGVC is cropped at random and
-mirrored. The whole grid is 40 trainings of 100 epochs for each method and task; `--base_lrs` and `--weight_decays`
-make it smaller.
+mirrored. The whole grid is 40 trainings of 100 epochs for each method and task, nine times as many for (A) and (B),
+whose pruned share is searched as well; `--base_lrs`, `--weight_decays` and `--prune_shares` make it smaller.
 
 Each training is one line of the results file, so a sweep that was stopped goes on where it was.
 """
@@ -35,6 +37,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from PIL import Image
 from tqdm.auto import tqdm
 
@@ -42,7 +46,16 @@ from tqdm.auto import tqdm
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import tasks
 from common import append_lines, fit, read_lines, results_parser
-from methods import METHODS, best_of_grid, describe, make_method_relocator, make_model, print_tables
+from methods import (
+    METHODS,
+    PRUNE_SHARES,
+    best_of_grid,
+    describe,
+    make_method_relocator,
+    make_model,
+    print_tables,
+    prune_shares,
+)
 
 
 # Classes, test images, and the prompts a block that VPT lists. The names are those of the common folders.
@@ -96,6 +109,8 @@ NORMALIZATIONS = {
     "inception": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
 }
 CONSTANT = "vpt-deep-constant"
+# What the search chooses: base learning rate, weight decay, and the share that (A) and (B) prune.
+Setting = tuple[float, float, float | None]
 
 
 class MissingTask(Exception):
@@ -186,6 +201,21 @@ def read_list(path: Path) -> tuple[list[Path], list[int]]:
     return paths, [int(label) for _, label in pairs]
 
 
+def folder_of(task: str, args: argparse.Namespace) -> Path:
+    """The folder of a task's images and lists, downloaded where it is the Hub's.
+
+    Raises:
+        MissingTask: If the repository or the Hub cannot be reached.
+    """
+    if args.hub_dataset is None:
+        return args.root / task
+    try:
+        root = snapshot_download(args.hub_dataset, repo_type="dataset", allow_patterns=f"{task}/*")
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        raise MissingTask(f"{args.hub_dataset} could not be downloaded ({error})") from error
+    return Path(root) / task
+
+
 def load(suite: str, task: str, args: argparse.Namespace) -> list[FolderSplit]:
     """The four parts of a task: to search with, to validate on, to train the final model with, to test on.
 
@@ -193,7 +223,8 @@ def load(suite: str, task: str, args: argparse.Namespace) -> list[FolderSplit]:
         MissingTask: If files are missing, or classes or numbers of images are not those of the paper's tables.
     """
     num_labels, num_test, _ = specification(suite, task)
-    found = [read_list(args.root / task / name) for name in FILES[suite]]
+    folder = folder_of(task, args)
+    found = [read_list(folder / name) for name in FILES[suite]]
     # FGVC's classes are counted from 1 in some lists.
     first = min(min(labels) for _, labels in found)
     counts = [len(paths) for paths, _ in found]
@@ -232,8 +263,7 @@ def run(
     method: str,
     task: str,
     seed: int,
-    base_lr: float,
-    weight_decay: float,
+    setting: Setting,
     final: bool,
     splits: list[FolderSplit],
     args: argparse.Namespace,
@@ -241,16 +271,18 @@ def run(
     """Train once and validate, or test if it is a final run. Returns the line; accuracies in percent."""
     split, measured = splits[2:] if final else splits[:2]
     split.restart()
+    base_lr, weight_decay, prune_share = setting
     num_labels = specification(args.suite, task)[0]
     num_prompts = prompts_of(task, args)
     plain = "vpt-deep" if method == CONSTANT else method
-    model = make_model(plain, num_labels, num_prompts, seed, args.model_name_or_path).to(args.device)
+    model = make_model(plain, num_labels, num_prompts, args.epochs, prune_share, seed, args.model_name_or_path)
+    model.to(args.device)
     constant = method == CONSTANT or method.startswith("pro-vpt")
     batch_size = 64 if constant or num_prompts >= 100 else 128
     trainable = [p for p in model.parameters() if p.requires_grad]
     rate = base_lr * batch_size / 256
     optimizer = torch.optim.SGD(trainable, lr=rate, momentum=0.9, weight_decay=weight_decay)
-    relocator = make_method_relocator(method, model, optimizer, split, seed)
+    relocator = make_method_relocator(method, model, optimizer, split, prune_share, seed)
     start = time.perf_counter()
     loss = fit(model, optimizer, split, args.epochs, seed, relocator, batch_size, cosine=not constant)
     seconds = time.perf_counter() - start
@@ -261,14 +293,15 @@ def run(
         "seed": seed,
         "base_lr": base_lr,
         "weight_decay": weight_decay,
+        "prune_share": prune_share,
         "split": "test" if final else "validation",
         "num_prompts": num_prompts,
         "batch_size": batch_size,
         "train_loss": loss,
         "test_accuracy" if final else "validation_accuracy": 100 * tasks.evaluate(model, measured)[1],
-        "train_seconds": seconds,
-        "train_images_per_second": args.epochs * len(split) / seconds,
-        **describe(plain, model, relocator),
+        "train_time": seconds,
+        "images_per_second": args.epochs * len(split) / seconds,
+        **describe(plain, model, optimizer, split[:batch_size], relocator),
     }
 
 
@@ -290,50 +323,60 @@ def finished(method: str, task: str, split: str, args: argparse.Namespace) -> li
     return read_lines(args.output, wanted | protocol(args))
 
 
-def best_pair(method: str, task: str, args: argparse.Namespace) -> tuple[float, float] | None:
-    """Base learning rate and weight decay that the first seed's validation accuracies choose, see `best_of_grid`."""
+def setting_of(line: dict[str, Any]) -> Setting:
+    """The setting of a run."""
+    return line["base_lr"], line["weight_decay"], line["prune_share"]
+
+
+def grid_of(method: str, args: argparse.Namespace) -> list[Setting]:
+    """All settings of the search."""
+    return list(itertools.product(args.base_lrs, args.weight_decays, prune_shares(method, args.prune_shares)))
+
+
+def best_setting(method: str, task: str, args: argparse.Namespace) -> Setting | None:
+    """The setting that the first seed's validation accuracies choose, see `best_of_grid`."""
     tried = {
-        (line["base_lr"], line["weight_decay"]): line["validation_accuracy"]
+        setting_of(line): line["validation_accuracy"]
         for line in finished(method, task, "validation", args)
         if line["seed"] == args.seeds[0]
     }
-    return best_of_grid(itertools.product(args.base_lrs, args.weight_decays), tried)
+    return best_of_grid(grid_of(method, args), tried)
 
 
 def sweep(method: str, task: str, splits: list[FolderSplit], args: argparse.Namespace) -> None:
     """The search, then the final runs; what is finished is left out."""
 
-    def once(seed: int, base_lr: float, weight_decay: float, final: bool) -> None:
+    def once(seed: int, setting: Setting, final: bool) -> None:
         lines = finished(method, task, "test" if final else "validation", args)
-        done = {(line["seed"], line["base_lr"], line["weight_decay"]) for line in lines}
-        if (seed, base_lr, weight_decay) not in done:
-            append_lines(args.output, [run(method, task, seed, base_lr, weight_decay, final, splits, args)])
+        if (seed, setting) not in {(line["seed"], setting_of(line)) for line in lines}:
+            append_lines(args.output, [run(method, task, seed, setting, final, splits, args)])
 
-    grid = list(itertools.product(args.base_lrs, args.weight_decays))
-    for base_lr, decay in tqdm(grid, desc=f"{task}, {method}: search"):
-        once(args.seeds[0], base_lr, decay, False)
-    pair = best_pair(method, task, args)
-    assert pair is not None
+    for setting in tqdm(grid_of(method, args), desc=f"{task}, {method}: search"):
+        once(args.seeds[0], setting, False)
+    best = best_setting(method, task, args)
+    assert best is not None
     for seed in tqdm(args.seeds, desc=f"{task}, {method}: test"):
-        once(seed, *pair, True)
+        once(seed, best, True)
 
 
 def report(args: argparse.Namespace) -> None:
-    """Print the tables of the final runs with the pair that the search chose."""
+    """Print the tables of the final runs with the setting that the search chose."""
     chosen = {}
     for method, task in dict.fromkeys((line["method"], line["task"]) for line in read_lines(args.output)):
         if task in tasks_of(args.suite):
-            pair = best_pair(method, task, args)
+            best = best_setting(method, task, args)
             lines = finished(method, task, "test", args)
-            chosen[method, task] = [line for line in lines if (line["base_lr"], line["weight_decay"]) == pair]
+            chosen[method, task] = [line for line in lines if setting_of(line) == best]
     groups = {group: list(of) for group, of in SUITES[args.suite].items()}
     print_tables({key: lines for key, lines in chosen.items() if lines}, groups, (*METHODS, CONSTANT))
 
 
 def main() -> None:
-    parser = results_parser(__doc__, "vtab", checkpoint=True, epochs=100, image_size=224)
+    parser = results_parser(__doc__, "vtab", checkpoint=True, device=True, epochs=100, image_size=224)
     parser.add_argument("--suite", choices=SUITES, default="vtab-1k", help="default: vtab-1k")
-    parser.add_argument("--root", type=Path, required=True, help="folder of the tasks")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--root", type=Path, help="folder of the tasks")
+    source.add_argument("--hub_dataset", metavar="OWNER/NAME", help="data set of the Hub in the same layout")
     parser.add_argument(
         "--methods", nargs="+", choices=(*METHODS, CONSTANT), metavar="METHOD",
         default=["full", "linear", "lora", "vpt-shallow", "vpt-deep", CONSTANT, "pro-vpt-paper", "pro-vpt-default"],
@@ -343,10 +386,10 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="seeds (default: 0 1 2)")
     parser.add_argument("--base_lrs", nargs="+", type=float, default=BASE_LRS, help="default: the paper's 10")
     parser.add_argument("--weight_decays", nargs="+", type=float, default=WEIGHT_DECAYS, help="default: the paper's 4")
+    parser.add_argument("--prune_shares", nargs="+", type=float, default=PRUNE_SHARES, help="default: 0.1 to 0.9")
     parser.add_argument("--normalization", choices=NORMALIZATIONS, default="inception", help="default: inception")
     parser.add_argument("--num_prompts", type=int, help="prompts a block (default: VPT's for each task)")
     parser.add_argument("--workers", type=int, default=4, help="threads that read images (default: 4)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     parser.add_argument("--any_size", action="store_true", help="take splits of other sizes than the paper's")
     args = parser.parse_args()
     known = tasks_of(args.suite)

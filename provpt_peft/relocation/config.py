@@ -181,8 +181,8 @@ _TABLE_3 = _PAPER | {"idleness": "fisher"}
 PRESETS: dict[str, dict[str, Any]] = {
     "default": {},
     "paper": _PAPER | {"idleness": "taylor", "allocator": "ppo"},
-    "A": {"adjust": "prune"},
-    "B": {"adjust": "prune"},
+    "A": _TABLE_3 | {"adjust": "prune"},
+    "B": _TABLE_3 | {"adjust": "prune"},
     "C": _TABLE_3 | {"allocator": "naive_rl"},
     "D": _TABLE_3 | {"idleness": "random", "allocator": "thompson"},
     "E": _TABLE_3 | {"idleness": "random", "allocator": "ppo"},
