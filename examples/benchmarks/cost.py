@@ -1,7 +1,7 @@
 """What prompts cost: time and memory of a training step, latency, file size, trainable parameters.
 
     python examples/benchmarks/cost.py                                   # measures what is missing, prints and draws
-    python examples/benchmarks/cost.py --report                          # only prints and draws
+    python examples/benchmarks/cost.py --report --num_prompts 10 100     # only prints (of these) and draws (all)
     python examples/benchmarks/cost.py --shapes swin-tiny --num_prompts 10 100
 
 The contenders of a cell (a shape and a number of prompts a block) take turns in one run, in train mode with the
@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -253,9 +253,32 @@ def cell_of(shape: str, num_prompts: int, args: argparse.Namespace) -> dict[str,
     return {"shape": shape, "num_prompts": num_prompts} | {name: getattr(args, name) for name in names}
 
 
-def report(path: Path, pictures: Path) -> None:
-    """Print a table for each cell and draw a picture for each shape."""
+def summarize(lines: list[dict[str, Any]]) -> None:
+    """Print one row for each run: PRO-VPT over the floor, prepended tokens and LoRA."""
+    header = [
+        "shape", "prompts a block", "device", "rounds", "step / floor", "with relocation / floor", "/ prepended",
+        "/ LoRA", "relocation / none", "peak / floor", "/ prepended", "latency / floor",
+    ]  # fmt: skip
+    print(f"| {' | '.join(header)} |\n|{' --- |' * len(header)}")
+    runs: dict[tuple[str, int, str], dict[str, dict[str, Any]]] = {}
+    for line in lines:
+        runs.setdefault((line["shape"], line["num_prompts"], line["run"]), {})[line["contender"]] = line
+    for (shape, number, _), cell in sorted(runs.items()):
+        if not {FLOOR, PREPENDED, OURS, DEFAULT} <= set(cell):
+            continue
+        ours, best = cell[OURS], cell[DEFAULT]
+        ratios = [(ours, FLOOR, "step_seconds")]
+        ratios += [(best, name, "step_seconds") for name in (FLOOR, PREPENDED, LORA, OURS)]
+        ratios += [(best, FLOOR, "peak_memory_bytes"), (best, PREPENDED, "peak_memory_bytes")]
+        ratios += [(best, FLOOR, "latency_seconds")]
+        figures = [f"{line[key] / cell[other][key]:.2f}" if other in cell else "" for line, other, key in ratios]
+        print(f"| {shape} | {number} | {ours['device']} | {ours['rounds']} | {' | '.join(figures)} |")
+
+
+def report(path: Path, pictures: Path, num_prompts: Sequence[int]) -> None:
+    """Print a summary and a table for each cell of these numbers of prompts, and draw a picture for each shape."""
     lines = read_lines(path)
+    summarize(lines)
     shapes: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for line in lines:
         group = tuple(line[name] for name in ("shape", "image_size", "batch_size", "threads", "device"))
@@ -263,7 +286,7 @@ def report(path: Path, pictures: Path) -> None:
     for (shape, size, batch, threads, device), of_shape in shapes.items():
         for number, run in sorted({(line["num_prompts"], line["run"]) for line in of_shape}):
             cell = {line["contender"]: line for line in of_shape if line["run"] == run}
-            if not {FLOOR, PREPENDED} <= set(cell):
+            if number not in num_prompts or not {FLOOR, PREPENDED} <= set(cell):
                 continue
             floor, oracle = cell[FLOOR], cell[PREPENDED]
             print(
@@ -331,7 +354,7 @@ def main() -> None:
                 lines = read_lines(args.output, cell_of(shape, number, args))
                 if not set(args.contenders) <= {line["contender"] for line in lines}:
                     append_lines(args.output, list(measure(shape, number, args)))
-    report(args.output, args.pictures)
+    report(args.output, args.pictures, args.num_prompts)
 
 
 if __name__ == "__main__":
