@@ -4,6 +4,7 @@ import pytest
 import tasks
 import torch
 from adjustments import variance_components
+from methods import print_tables
 from scipy import ndimage
 
 
@@ -15,6 +16,25 @@ def test_variance_components():
     # Effects -1, 0, 1 and residuals ±0.5 in two of the blocks: MS_block = 2 * 2 / 2, MS_rest = 4 * 0.25 / 2.
     block, rest = variance_components(torch.tensor([[-1.5, 0.5, 1], [-0.5, -0.5, 1]]))
     assert (block, rest) == (pytest.approx((2 - 0.5) / 2), pytest.approx(0.5))
+
+
+def test_table_of_accuracies(capsys):
+    def runs(**accuracies):
+        costs = {"num_trainable_params": 1000, "file_size": 4000, "accelerator_memory_max": 2e6}
+        return [{"seed": int(seed[1:]), "test_accuracy": value, **costs} for seed, value in accuracies.items()]
+
+    chosen = {
+        ("vpt-deep", "a"): runs(s0=10.0, s1=20.0),
+        ("vpt-deep", "b"): runs(s1=40.0),
+        ("lora", "a"): runs(s0=11.0, s1=24.0),
+    }
+    print_tables(chosen, {"first": ["a", "b"], "second": ["a"]}, ("lora", "vpt-deep"))
+    output = capsys.readouterr().out.splitlines()
+    # 10 and 20: 15, with a standard deviation of 50^0.5 and an error of 5. Both tasks of the first group have seed 1.
+    assert output[3] == "| vpt-deep | 15.00 ± 5.00 (2) | 40.00 (1) | 30.00 | 15.00 ± 5.00 | 25.00 | 1,000 | 4 | 2 |"
+    assert output[2] == "| lora | 17.50 ± 6.50 (2) |  |  | 17.50 ± 6.50 |  | 1,000 | 4 | 2 |"
+    # 1 and 4 points.
+    assert output[-1] == "lora - vpt-deep: 2.50 ± 1.50 points (2 pairs)"
 
 
 @pytest.mark.parametrize("name", ["digits", "location", "orientation", "count", "distance"])

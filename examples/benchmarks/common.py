@@ -194,6 +194,12 @@ def mean_and_spread(values: list[float]) -> str:
     return f"{statistics.mean(values):.2f}{spread}"
 
 
+def mean_and_error(values: list[float]) -> str:
+    """Mean and its standard error, as text."""
+    error = f" ± {statistics.stdev(values) / len(values) ** 0.5:.2f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.2f}{error}"
+
+
 def read_lines(path: Path, settings: dict[str, Any] | None = None) -> list[dict[str, Any]]:
     """The results in a file of JSON lines, none if it is not there yet. With settings, the lines that have them."""
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

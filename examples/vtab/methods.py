@@ -24,7 +24,7 @@ from common import (
     file_bytes,
     make_base,
     make_relocator,
-    mean_and_spread,
+    mean_and_error,
     peak_memory,
     starting_prompts,
     train_epoch,
@@ -130,32 +130,39 @@ def best_of_grid(grid: Iterable[Any], accuracies: dict[Any, float]) -> Any | Non
 def print_tables(
     chosen: dict[tuple[str, str], list[dict[str, Any]]], groups: dict[str, Sequence[str]], methods: Sequence[str]
 ) -> None:
-    """Print test accuracies, then the differences from VPT-Deep by pairs.
+    """Print test accuracies, mean and standard error over seeds, then the differences from VPT-Deep by pairs.
 
     Args:
         chosen: The runs to show, by method and task.
-        groups: Tasks of each group, for group means and the mean of group means.
+        groups: Tasks of each group, for group means and the mean of group means, over the seeds that all of the tasks
+            have.
         methods: Methods in the order of the rows.
     """
     names = [task for group in groups.values() for task in group]
     header = [*names, *groups, "mean of groups", "trained parameters", "file kB", "peak MB"]
     print(f"| method | {' | '.join(header)} |\n|{' --- |' * (len(header) + 1)}")
     for method in methods:
-        means, cells = {}, []
-        for task in names:
-            found = chosen.get((method, task), [])
-            cells.append(f"{mean_and_spread([r['test_accuracy'] for r in found])} ({len(found)})" if found else "")
-            if found:
-                means[task] = statistics.mean(r["test_accuracy"] for r in found)
-        complete = {group: all(task in means for task in of) for group, of in groups.items()}
-        of_groups = {g: statistics.mean(means[task] for task in of) for g, of in groups.items() if complete[g]}
-        cells += [f"{of_groups[group]:.2f}" if group in of_groups else "" for group in groups]
-        cells.append(f"{statistics.mean(of_groups.values()):.2f}" if len(of_groups) == len(groups) else "")
         rows = [line for (name, _), found in chosen.items() if name == method for line in found]
-        if rows:
-            for name, scale in (("num_trainable_params", 1), ("file_size", 1e3), ("accelerator_memory_max", 1e6)):
-                cells.append(f"{statistics.mean(row[name] for row in rows) / scale:,.0f}")
-            print(f"| {method} | {' | '.join(cells)} |")
+        if not rows:
+            continue
+        by_task = {task: {r["seed"]: r["test_accuracy"] for r in chosen.get((method, task), [])} for task in names}
+        cells = [
+            f"{mean_and_error(list(found.values()))} ({len(found)})" if found else "" for found in by_task.values()
+        ]
+        # The same seeds for all tasks of a group.
+        by_group = {
+            group: {
+                seed: statistics.mean(by_task[task][seed] for task in of)
+                for seed in set.intersection(*(set(by_task[task]) for task in of))
+            }
+            for group, of in groups.items()
+        }
+        seeds = set.intersection(*(set(found) for found in by_group.values()))
+        overall = {seed: statistics.mean(found[seed] for found in by_group.values()) for seed in seeds}
+        cells += [mean_and_error(list(found.values())) if found else "" for found in (*by_group.values(), overall)]
+        for name, scale in (("num_trainable_params", 1), ("file_size", 1e3), ("accelerator_memory_max", 1e6)):
+            cells.append(f"{statistics.mean(row[name] for row in rows) / scale:,.0f}")
+        print(f"| {method} | {' | '.join(cells)} |")
 
     print("\nDifference of test accuracies, same task and seed, mean ± standard error of the runs")
     accuracies = {
@@ -170,6 +177,4 @@ def print_tables(
             if name == method != "vpt-deep" and ("vpt-deep", task, seed) in accuracies
         ]
         if len(differences) >= 2:
-            error = statistics.stdev(differences) / len(differences) ** 0.5
-            mean = statistics.mean(differences)
-            print(f"{method} - vpt-deep: {mean:+.2f} ± {error:.2f} points ({len(differences)} pairs)")
+            print(f"{method} - vpt-deep: {mean_and_error(differences)} points ({len(differences)} pairs)")

@@ -29,7 +29,7 @@ from tqdm.auto import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import tasks
-from common import append_lines, fit, mean_and_spread, read_lines, results_parser
+from common import append_lines, fit, mean_and_error, read_lines, results_parser
 from methods import (
     METHODS,
     PRUNE_SHARES,
@@ -142,9 +142,8 @@ def chosen_runs(args: argparse.Namespace) -> dict[tuple[str, str], list[dict[str
     return chosen
 
 
-def report(args: argparse.Namespace) -> None:
-    """Print the tables of the chosen runs, and draw accuracies over the number of prompts."""
-    print_tables(chosen_runs(args), GROUPS, METHODS)
+def compare_numbers(args: argparse.Namespace) -> None:
+    """Print and draw accuracies over the number of prompts, and their standard deviation over it, the spread."""
     counts = sorted({line["num_prompts"] for line in read_lines(args.output)})
     by_count = {n: chosen_runs(argparse.Namespace(**vars(args) | {"num_prompts": n})) for n in counts}
     # Tasks that both methods have at several numbers.
@@ -163,7 +162,7 @@ def report(args: argparse.Namespace) -> None:
         for method, colour in COLOURS.items():
             runs = {n: [line["test_accuracy"] for line in by_count[n][method, task]] for n in drawn}
             means = [statistics.mean(found) for found in runs.values()]
-            cells = [f"{mean_and_spread(runs[n])} ({len(runs[n])})" if n in runs else "" for n in counts]
+            cells = [f"{mean_and_error(runs[n])} ({len(runs[n])})" if n in runs else "" for n in counts]
             print(f"| {task} | {method} | {' | '.join(cells)} | {statistics.stdev(means):.2f} |")
             for n, found in runs.items():
                 axis.plot([n] * len(found), found, ".", color=colour, markersize=3)
@@ -198,7 +197,8 @@ def main() -> None:
         for seed in args.seeds:
             for method, task, _, setting in tqdm(missing(seed, args), desc=f"seed {seed}"):
                 append_lines(args.output, [run(method, task, seed, setting, args)])
-    report(args)
+    print_tables(chosen_runs(args), GROUPS, METHODS)
+    compare_numbers(args)
 
 
 if __name__ == "__main__":
