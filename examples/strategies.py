@@ -33,6 +33,7 @@ from common import (
     make_base,
     make_optimizer,
     make_relocator,
+    mean_and_error,
     mean_and_spread,
     read_lines,
     results_parser,
@@ -201,9 +202,7 @@ def report(lines: list[dict[str, Any]]) -> None:
         cells = []
         for measure in ("train_loss", "validation_accuracy", "test_accuracy"):
             differences = [line[measure] - other[measure] for line, other in pairs]
-            error = statistics.stdev(differences) / len(differences) ** 0.5
-            digits = 3 if measure == "train_loss" else 1
-            cells.append(f"{statistics.mean(differences):+.{digits}f} ± {error:.{digits}f}")
+            cells.append(mean_and_error(differences, "+.3f" if measure == "train_loss" else "+.1f"))
         moves = statistics.mean(line["moves"] for line, _ in pairs)
         title = name if name == "default" else f"default, {name}"
         print(f"| {title} | {' | '.join(cells)} | {moves:.1f} | {len(pairs)} |")

@@ -4,6 +4,7 @@ import pytest
 import tasks
 import torch
 from adjustments import variance_components
+from common import peak_memory
 from methods import print_tables
 from scipy import ndimage
 
@@ -31,10 +32,26 @@ def test_table_of_accuracies(capsys):
     print_tables(chosen, {"first": ["a", "b"], "second": ["a"]}, ("lora", "vpt-deep"))
     output = capsys.readouterr().out.splitlines()
     # 10 and 20: 15, with a standard deviation of 50^0.5 and an error of 5. Both tasks of the first group have seed 1.
-    assert output[3] == "| vpt-deep | 15.00 ± 5.00 (2) | 40.00 (1) | 30.00 | 15.00 ± 5.00 | 25.00 | 1,000 | 4 | 2 |"
-    assert output[2] == "| lora | 17.50 ± 6.50 (2) |  |  | 17.50 ± 6.50 |  | 1,000 | 4 | 2 |"
+    accuracies = "15.00 ± 5.00 (2) | 40.00 (1) | 30.00 (1) | 15.00 ± 5.00 (2) | 25.00 (1)"
+    assert output[3] == f"| vpt-deep | {accuracies} | 1,000 | 4 | 2 |"
+    assert output[2] == "| lora | 17.50 ± 6.50 (2) |  |  | 17.50 ± 6.50 (2) |  | 1,000 | 4 | 2 |"
     # 1 and 4 points.
-    assert output[-1] == "lora - vpt-deep: 2.50 ± 1.50 points (2 pairs)"
+    assert output[-1] == "lora - vpt-deep: +2.50 ± 1.50 points (2 pairs)"
+
+
+def test_peak_memory():
+    model = torch.nn.Linear(100, 100, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 100)).sum().backward()
+    optimizer.step()
+
+    def allocate():
+        first, second = torch.empty(1_000_000), torch.empty(500_000)
+        del first, second
+        torch.empty(1_200_000)
+
+    # Weights and momentum of 10,000 numbers; the first two tensors are there at once.
+    assert peak_memory(model, optimizer, allocate) == pytest.approx(4 * (2 * 10_000 + 1_500_000), rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["digits", "location", "orientation", "count", "distance"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -66,8 +67,10 @@ def file_bytes(model: torch.nn.Module) -> int:
 
 def peak_memory(model: torch.nn.Module, optimizer: torch.optim.Optimizer, function: Callable[[], Any]) -> int:
     """Bytes of weights, optimizer states and, at its peak, of what a function allocates. On CUDA what PyTorch's
-    allocator has reserved meanwhile."""
+    allocator has reserved meanwhile, for other living models too."""
     if next(model.parameters()).is_cuda:
+        # Models refer to themselves: without this, those of runs before would live on.
+        gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         function()
@@ -95,8 +98,8 @@ def starting_prompts(
     """The prompts in each block that a strategy begins with, and its reserve.
 
     Args:
-        strategy: Name of a preset of `RelocationConfig`. (B) begins with more prompts, so many that the budget is left
-            after pruning; adding begins with fewer, by one for each epoch in which one may be added, at most half.
+        strategy: `"B"` begins with more prompts, so many that the budget is left after pruning; `"adding"` with fewer,
+            by one for each epoch in which one may be added, at most half. All others begin with the budget.
         num_prompts: The budget: prompts a block.
         num_blocks: Blocks of the backbone.
         epochs: Epochs of the run.
@@ -194,10 +197,10 @@ def mean_and_spread(values: list[float]) -> str:
     return f"{statistics.mean(values):.2f}{spread}"
 
 
-def mean_and_error(values: list[float]) -> str:
-    """Mean and its standard error, as text."""
-    error = f" ± {statistics.stdev(values) / len(values) ** 0.5:.2f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.2f}{error}"
+def mean_and_error(values: list[float], form: str = ".2f") -> str:
+    """Mean and its standard error, as text. `form` is the mean's, a sign and a number of digits."""
+    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+    return f"{statistics.mean(values):{form}}" + ("" if error is None else f" ± {error:{form.removeprefix('+')}}")
 
 
 def read_lines(path: Path, settings: dict[str, Any] | None = None) -> list[dict[str, Any]]:

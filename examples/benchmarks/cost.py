@@ -1,7 +1,7 @@
 """What prompts cost: time and memory of a training step, latency, file size, trainable parameters.
 
     python examples/benchmarks/cost.py                                   # measures what is missing, prints and draws
-    python examples/benchmarks/cost.py --report --num_prompts 10 100     # only prints (of these) and draws (all)
+    python examples/benchmarks/cost.py --report --num_prompts 10 100     # a summary of all, the tables of these
     python examples/benchmarks/cost.py --shapes swin-tiny --num_prompts 10 100
 
 The contenders of a cell (a shape and a number of prompts a block) take turns in one run, in train mode with the
@@ -254,10 +254,11 @@ def cell_of(shape: str, num_prompts: int, args: argparse.Namespace) -> dict[str,
 
 
 def summarize(lines: list[dict[str, Any]]) -> None:
-    """Print one row for each run: PRO-VPT over the floor, prepended tokens and LoRA."""
+    """Print one row for each run: PRO-VPT over the floor, prepended tokens and LoRA, and an epoch with a relocation
+    over the same steps without it."""
     header = [
-        "shape", "prompts a block", "device", "rounds", "step / floor", "with relocation / floor", "/ prepended",
-        "/ LoRA", "relocation / none", "peak / floor", "/ prepended", "latency / floor",
+        "shape", "px, batch, device, threads, rounds", "prompts a block", "step / floor", "with relocation / floor",
+        "/ prepended", "/ LoRA", "/ without", "peak / floor", "/ prepended", "latency / floor",
     ]  # fmt: skip
     print(f"| {' | '.join(header)} |\n|{' --- |' * len(header)}")
     runs: dict[tuple[str, int, str], dict[str, dict[str, Any]]] = {}
@@ -268,11 +269,15 @@ def summarize(lines: list[dict[str, Any]]) -> None:
             continue
         ours, best = cell[OURS], cell[DEFAULT]
         ratios = [(ours, FLOOR, "step_seconds")]
-        ratios += [(best, name, "step_seconds") for name in (FLOOR, PREPENDED, LORA, OURS)]
+        ratios += [(best, name, "step_seconds") for name in (FLOOR, PREPENDED, LORA)]
         ratios += [(best, FLOOR, "peak_memory_bytes"), (best, PREPENDED, "peak_memory_bytes")]
         ratios += [(best, FLOOR, "latency_seconds")]
         figures = [f"{line[key] / cell[other][key]:.2f}" if other in cell else "" for line, other, key in ratios]
-        print(f"| {shape} | {number} | {ours['device']} | {ours['rounds']} | {' | '.join(figures)} |")
+        relocation = best["relocation_seconds"] * best["batch_size"] / best["epoch_images"]
+        figures.insert(4, f"{best['step_seconds'] / (best['step_seconds'] - relocation):.3f}")
+        names = ("image_size", "batch_size", "device", "threads", "rounds")
+        setting = ", ".join(str(best[name]) for name in names)
+        print(f"| {shape} | {setting} | {number} | {' | '.join(figures)} |")
 
 
 def report(path: Path, pictures: Path, num_prompts: Sequence[int]) -> None:

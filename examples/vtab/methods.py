@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -42,9 +44,28 @@ METHODS = (
 PRUNE_SHARES = tuple(percent / 100 for percent in range(10, 100, 10))
 
 
-def prune_shares(method: str, shares: Sequence[float]) -> Sequence[float | None]:
-    """The shares that a method tries: those given, or none where it prunes nothing for good."""
-    return shares if method in ("pro-vpt-A", "pro-vpt-B") else (None,)
+# Values of the settings that a search chooses, in the order of their names.
+Setting = tuple[float | None, ...]
+
+
+def grid_of(method: str, names: Sequence[str], args: argparse.Namespace) -> list[Setting]:
+    """All settings of a method's search: of each name, the values of the option that is its plural. Only (A) and (B)
+    have a `prune_share`."""
+    prunes = method in ("pro-vpt-A", "pro-vpt-B")
+    values = [getattr(args, f"{name}s") if prunes or name != "prune_share" else [None] for name in names]
+    return sorted(itertools.product(*values))
+
+
+def setting_of(line: dict[str, Any], names: Sequence[str]) -> Setting:
+    """The setting of a run."""
+    return tuple(line[name] for name in names)
+
+
+def best_of_grid(grid: Sequence[Setting], names: Sequence[str], lines: Sequence[dict[str, Any]]) -> Setting | None:
+    """The setting of the run with the best validation accuracy, the first in the grid of equals. None before the grid
+    is complete."""
+    accuracies = {setting_of(line, names): line["validation_accuracy"] for line in lines}
+    return max(grid, key=accuracies.__getitem__) if set(grid) <= set(accuracies) else None
 
 
 def make_model(
@@ -102,29 +123,27 @@ def describe(
 
     Args:
         method: What was trained.
-        model: The model. Measuring its memory trains it for another step, on the CPU too.
+        model: The model. Its memory is measured in another training step, and in the scoring of a relocation.
         optimizer: Its optimizer.
         batch: The images of a step.
         relocator: Its relocator, if it had one.
     """
     history = relocator.history if relocator is not None else []
+
+    def step() -> None:
+        train_epoch(model, optimizer, batch, seed=0, batch_size=len(batch))
+        if relocator is not None and relocator.score_batches is not None:
+            relocator.measure(relocator.score_batches)
+
     return {
         "num_trainable_params": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "file_size": file_bytes(model),
-        "accelerator_memory_max": peak_memory(
-            model, optimizer, lambda: train_epoch(model, optimizer, batch, seed=0, batch_size=len(batch))
-        ),
+        "accelerator_memory_max": peak_memory(model, optimizer, step),
         "relocations": sum(record.block not in (None, record.from_block) for record in history),
         "distribution": model.base_model.prompt_distribution() if "vpt" in method else None,
         "date": str(date.today()),
         "versions": {m.__name__: m.__version__ for m in (provpt_peft, peft, transformers, torch)},
     }
-
-
-def best_of_grid(grid: Iterable[Any], accuracies: dict[Any, float]) -> Any | None:
-    """The setting with the best validation accuracy, the lowest one of equals. None before the grid is complete."""
-    grid = sorted(grid)
-    return max(grid, key=accuracies.__getitem__) if set(grid) <= set(accuracies) else None
 
 
 def print_tables(
@@ -146,9 +165,6 @@ def print_tables(
         if not rows:
             continue
         by_task = {task: {r["seed"]: r["test_accuracy"] for r in chosen.get((method, task), [])} for task in names}
-        cells = [
-            f"{mean_and_error(list(found.values()))} ({len(found)})" if found else "" for found in by_task.values()
-        ]
         # The same seeds for all tasks of a group.
         by_group = {
             group: {
@@ -159,7 +175,10 @@ def print_tables(
         }
         seeds = set.intersection(*(set(found) for found in by_group.values()))
         overall = {seed: statistics.mean(found[seed] for found in by_group.values()) for seed in seeds}
-        cells += [mean_and_error(list(found.values())) if found else "" for found in (*by_group.values(), overall)]
+        cells = [
+            f"{mean_and_error(list(found.values()))} ({len(found)})" if found else ""
+            for found in (*by_task.values(), *by_group.values(), overall)
+        ]
         for name, scale in (("num_trainable_params", 1), ("file_size", 1e3), ("accelerator_memory_max", 1e6)):
             cells.append(f"{statistics.mean(row[name] for row in rows) / scale:,.0f}")
         print(f"| {method} | {' | '.join(cells)} |")
@@ -177,4 +196,4 @@ def print_tables(
             if name == method != "vpt-deep" and ("vpt-deep", task, seed) in accuracies
         ]
         if len(differences) >= 2:
-            print(f"{method} - vpt-deep: {mean_and_error(differences)} points ({len(differences)} pairs)")
+            print(f"{method} - vpt-deep: {mean_and_error(differences, '+.2f')} points ({len(differences)} pairs)")

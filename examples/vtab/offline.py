@@ -16,7 +16,6 @@ the accuracy over all numbers of prompts a block that were run, which is drawn a
 from __future__ import annotations
 
 import argparse
-import itertools
 import statistics
 import sys
 import time
@@ -33,12 +32,14 @@ from common import append_lines, fit, mean_and_error, read_lines, results_parser
 from methods import (
     METHODS,
     PRUNE_SHARES,
+    Setting,
     best_of_grid,
     describe,
+    grid_of,
     make_method_relocator,
     make_model,
     print_tables,
-    prune_shares,
+    setting_of,
 )
 from pictures import BLUE, VERMILLION, plt, save
 
@@ -50,8 +51,8 @@ GROUPS = {
 }
 LEARNING_RATES = (1e-3, 3e-3)
 BATCH_SIZE = 32
-# What the first seed chooses: the learning rate, and the share that (A) and (B) prune.
-Setting = tuple[float, float | None]
+# What the first seed chooses.
+CHOSEN = ("learning_rate", "prune_share")
 # Methods that are drawn over the number of prompts.
 COLOURS = {"vpt-deep": VERMILLION, "pro-vpt-default": BLUE}
 
@@ -59,7 +60,8 @@ COLOURS = {"vpt-deep": VERMILLION, "pro-vpt-default": BLUE}
 def protocol(args: argparse.Namespace) -> dict[str, Any]:
     """What all runs of a table have in common."""
     names = ("epochs", "train_images", "validation_images", "image_size", "num_prompts")
-    return {"model": str(args.model_name_or_path or "DINOv2-S")} | {name: getattr(args, name) for name in names}
+    backbone = {"model": str(args.model_name_or_path or "DINOv2-S"), "device": args.device}
+    return backbone | {name: getattr(args, name) for name in names}
 
 
 def run(method: str, task_name: str, seed: int, setting: Setting, args: argparse.Namespace) -> dict[str, Any]:
@@ -98,35 +100,22 @@ def finished(args: argparse.Namespace) -> list[dict[str, Any]]:
     return read_lines(args.output, protocol(args))
 
 
-def setting_of(line: dict[str, Any]) -> Setting:
-    """The setting of a run."""
-    return line["learning_rate"], line["prune_share"]
-
-
-def grid_of(method: str, args: argparse.Namespace) -> list[Setting]:
-    """All settings that the first seed runs."""
-    return list(itertools.product(args.learning_rates, prune_shares(method, args.prune_shares)))
-
-
 def best_setting(method: str, task: str, lines: list[dict[str, Any]], args: argparse.Namespace) -> Setting | None:
-    """The setting that the first seed's validation accuracies choose, see `best_of_grid`."""
-    tried = {
-        setting_of(line): line["validation_accuracy"]
-        for line in lines
-        if (line["method"], line["task"], line["seed"]) == (method, task, args.seeds[0])
-    }
-    return best_of_grid(grid_of(method, args), tried)
+    """The setting that the first seed's validation accuracies choose."""
+    first = {"method": method, "task": task, "seed": args.seeds[0]}
+    tried = [line for line in lines if first.items() <= line.items()]
+    return best_of_grid(grid_of(method, CHOSEN, args), CHOSEN, tried)
 
 
 def missing(seed: int, args: argparse.Namespace) -> list[tuple[str, str, int, Setting]]:
     """The runs of a seed that are still to be made."""
     lines = finished(args)
-    done = {(line["method"], line["task"], line["seed"], setting_of(line)) for line in lines}
+    done = {(line["method"], line["task"], line["seed"], setting_of(line, CHOSEN)) for line in lines}
     wanted = []
     for task in args.tasks:
         for method in args.methods:
             best = best_setting(method, task, lines, args)
-            settings = grid_of(method, args) if seed == args.seeds[0] else [] if best is None else [best]
+            settings = grid_of(method, CHOSEN, args) if seed == args.seeds[0] else [] if best is None else [best]
             wanted += [(method, task, seed, setting) for setting in settings]
     return [key for key in wanted if key not in done]
 
@@ -137,35 +126,43 @@ def chosen_runs(args: argparse.Namespace) -> dict[tuple[str, str], list[dict[str
     chosen: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for line in lines:
         method, task = line["method"], line["task"]
-        if setting_of(line) == best_setting(method, task, lines, args):
+        if setting_of(line, CHOSEN) == best_setting(method, task, lines, args):
             chosen.setdefault((method, task), []).append(line)
     return chosen
 
 
 def compare_numbers(args: argparse.Namespace) -> None:
     """Print and draw accuracies over the number of prompts, and their standard deviation over it, the spread."""
-    counts = sorted({line["num_prompts"] for line in read_lines(args.output)})
-    by_count = {n: chosen_runs(argparse.Namespace(**vars(args) | {"num_prompts": n})) for n in counts}
-    # Tasks that both methods have at several numbers.
-    common = [
-        {task for (name, task) in chosen if all((method, task) in chosen for method in COLOURS)}
-        for chosen in by_count.values()
-    ]
-    names = [task for task in tasks.TASKS if sum(task in found for found in common) >= 2]
+    others = {name: value for name, value in protocol(args).items() if name != "num_prompts"}
+    counts = sorted({line["num_prompts"] for line in read_lines(args.output, others)})
+    # By task and number: each method's accuracies by seed.
+    found: dict[str, dict[int, dict[str, dict[int, float]]]] = {}
+    for n in counts:
+        chosen = chosen_runs(argparse.Namespace(**vars(args) | {"num_prompts": n}))
+        for task in tasks.TASKS:
+            if all((method, task) in chosen for method in COLOURS):
+                found.setdefault(task, {})[n] = {
+                    method: {line["seed"]: line["test_accuracy"] for line in chosen[method, task]}
+                    for method in COLOURS
+                }
+    names = [task for task, by_count in found.items() if len(by_count) >= 2]
     if not names:
         return
     header = ["task", "method", *(f"{n} a block" for n in counts), "spread"]
     print(f"\n| {' | '.join(header)} |\n|{' --- |' * len(header)}")
     figure, axes = plt.subplots(1, len(names), figsize=(4.5 * len(names), 3.4), squeeze=False)
     for axis, task in zip(axes[0], names, strict=True):
-        drawn = [n for n, found in zip(counts, common, strict=True) if task in found]
+        by_count = found[task]
+        # Seeds have their own data, so a spread is over the seeds that all of its runs have.
+        seeds = set.intersection(*(set(runs) for methods in by_count.values() for runs in methods.values()))
+        drawn = list(by_count)
         for method, colour in COLOURS.items():
-            runs = {n: [line["test_accuracy"] for line in by_count[n][method, task]] for n in drawn}
-            means = [statistics.mean(found) for found in runs.values()]
-            cells = [f"{mean_and_error(runs[n])} ({len(runs[n])})" if n in runs else "" for n in counts]
+            runs = {n: [by_count[n][method][seed] for seed in sorted(seeds)] for n in drawn}
+            means = [statistics.mean(accuracies) for accuracies in runs.values()]
+            cells = [f"{mean_and_error(runs[n])} ({len(seeds)})" if n in runs else "" for n in counts]
             print(f"| {task} | {method} | {' | '.join(cells)} | {statistics.stdev(means):.2f} |")
-            for n, found in runs.items():
-                axis.plot([n] * len(found), found, ".", color=colour, markersize=3)
+            for n, accuracies in runs.items():
+                axis.plot([n] * len(seeds), accuracies, ".", color=colour, markersize=3)
             axis.plot(drawn, means, marker="o", color=colour, label=method)
         axis.set_xscale("log")
         axis.set_xticks(drawn, [str(n) for n in drawn])

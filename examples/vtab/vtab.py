@@ -3,7 +3,7 @@
     python examples/vtab/vtab.py --root vtab-1k --model_name_or_path google/vit-base-patch16-224-in21k
     python examples/vtab/vtab.py --root vtab-1k --model_name_or_path google/vit-base-patch16-224-in21k --report
     python examples/vtab/vtab.py --suite fgvc --root fgvc --methods vpt-deep pro-vpt-default
-    python examples/vtab/vtab.py --hub_dataset OWNER/NAME --tasks cifar
+    python examples/vtab/vtab.py --hub_dataset OWNER/NAME --model_name_or_path google/vit-base-patch16-224-in21k
 
 Layout of VTAB-1k: a folder for each task with images and the lists `train800.txt`, `val200.txt`, `train800val200.txt`
 and `test.txt`, one `path label` a line. Layout of FGVC: a folder for each task with images and the lists `train.json`,
@@ -12,7 +12,7 @@ Hub has the same layout; the folders of the tasks that are asked for are downloa
 missing is named and left out.
 
 The protocol is the paper's: a grid of base learning rates and weight decays is searched on the validation split,
-then the best pair is trained on all training images (VTAB-1k: 1,000; FGVC: the training split) with each seed and
+then the best setting is trained on all training images (VTAB-1k: 1,000; FGVC: the training split) with each seed and
 tested. SGD with momentum 0.9, learning rate base_lr * batch / 256. VPT has a cosine schedule and batch 64 from 100
 prompts on, else 128; PRO-VPT a constant rate and batch 64. `vpt-deep-constant` is VPT-Deep under PRO-VPT's recipe,
 so that a margin is not the schedule's. VTAB-1k is resized to 224 without augmentation, FGVC is cropped at random and
@@ -25,7 +25,7 @@ Each training is one line of the results file, so a sweep that was stopped goes 
 from __future__ import annotations
 
 import argparse
-import itertools
+import hashlib
 import json
 import math
 import sys
@@ -38,7 +38,7 @@ from typing import Any
 import numpy as np
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import HFValidationError, HTTPError
 from PIL import Image
 from tqdm.auto import tqdm
 
@@ -49,12 +49,14 @@ from common import append_lines, fit, read_lines, results_parser
 from methods import (
     METHODS,
     PRUNE_SHARES,
+    Setting,
     best_of_grid,
     describe,
+    grid_of,
     make_method_relocator,
     make_model,
     print_tables,
-    prune_shares,
+    setting_of,
 )
 
 
@@ -109,12 +111,12 @@ NORMALIZATIONS = {
     "inception": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
 }
 CONSTANT = "vpt-deep-constant"
-# What the search chooses: base learning rate, weight decay, and the share that (A) and (B) prune.
-Setting = tuple[float, float, float | None]
+# What the search chooses.
+CHOSEN = ("base_lr", "weight_decay", "prune_share")
 
 
 class MissingTask(Exception):
-    """A task's files are not there, or not those of the protocol."""
+    """A task's files are not there, or not those of the protocol or of the results so far."""
 
 
 class FolderSplit:
@@ -205,13 +207,16 @@ def folder_of(task: str, args: argparse.Namespace) -> Path:
     """The folder of a task's images and lists, downloaded where it is the Hub's.
 
     Raises:
-        MissingTask: If the repository or the Hub cannot be reached.
+        MissingTask: If it cannot be downloaded.
     """
     if args.hub_dataset is None:
         return args.root / task
     try:
-        root = snapshot_download(args.hub_dataset, repo_type="dataset", allow_patterns=f"{task}/*")
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        root = snapshot_download(
+            args.hub_dataset, repo_type="dataset", revision=args.revision, allow_patterns=f"{task}/*"
+        )
+    # No such repository, no connection, no right to read, or a disk that is full.
+    except (HTTPError, HFValidationError, OSError) as error:
         raise MissingTask(f"{args.hub_dataset} could not be downloaded ({error})") from error
     return Path(root) / task
 
@@ -220,7 +225,8 @@ def load(suite: str, task: str, args: argparse.Namespace) -> list[FolderSplit]:
     """The four parts of a task: to search with, to validate on, to train the final model with, to test on.
 
     Raises:
-        MissingTask: If files are missing, or classes or numbers of images are not those of the paper's tables.
+        MissingTask: If files are missing, classes or numbers of images are not those of the paper's tables, or the
+            results file has runs on other splits of the task.
     """
     num_labels, num_test, _ = specification(suite, task)
     folder = folder_of(task, args)
@@ -241,7 +247,18 @@ def load(suite: str, task: str, args: argparse.Namespace) -> list[FolderSplit]:
         augment = train and suite == "fgvc"
         keep = part < 3 and suite == "vtab-1k"
         splits.append(FolderSplit(paths, torch.tensor(labels) - first, args, augment, keep))
+    if {line["data_hash"] for line in read_lines(args.output, {"suite": suite, "task": task})} - {data_hash(splits)}:
+        raise MissingTask(f"{args.output} has runs on other splits of {task}; `--output` names another file")
     return splits
+
+
+def data_hash(splits: list[FolderSplit]) -> str:
+    """Twelve digits of a hash of the names of a task's images and their labels, in their order."""
+    digest = hashlib.sha256()
+    for split in splits:
+        for path, label in zip(split.paths, split.labels.tolist(), strict=True):
+            digest.update(f"{path.name} {label}\n".encode())
+    return digest.hexdigest()[:12]
 
 
 def tasks_of(suite: str) -> list[str]:
@@ -301,6 +318,7 @@ def run(
         "test_accuracy" if final else "validation_accuracy": 100 * tasks.evaluate(model, measured)[1],
         "train_time": seconds,
         "images_per_second": args.epochs * len(split) / seconds,
+        "data_hash": data_hash(splits),
         **describe(plain, model, optimizer, split[:batch_size], relocator),
     }
 
@@ -310,6 +328,7 @@ def protocol(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "suite": args.suite,
         "model": str(args.model_name_or_path or "DINOv2-S"),
+        "device": args.device,
         "any_size": args.any_size,
         "epochs": args.epochs,
         "image_size": args.image_size,
@@ -323,24 +342,10 @@ def finished(method: str, task: str, split: str, args: argparse.Namespace) -> li
     return read_lines(args.output, wanted | protocol(args))
 
 
-def setting_of(line: dict[str, Any]) -> Setting:
-    """The setting of a run."""
-    return line["base_lr"], line["weight_decay"], line["prune_share"]
-
-
-def grid_of(method: str, args: argparse.Namespace) -> list[Setting]:
-    """All settings of the search."""
-    return list(itertools.product(args.base_lrs, args.weight_decays, prune_shares(method, args.prune_shares)))
-
-
 def best_setting(method: str, task: str, args: argparse.Namespace) -> Setting | None:
-    """The setting that the first seed's validation accuracies choose, see `best_of_grid`."""
-    tried = {
-        setting_of(line): line["validation_accuracy"]
-        for line in finished(method, task, "validation", args)
-        if line["seed"] == args.seeds[0]
-    }
-    return best_of_grid(grid_of(method, args), tried)
+    """The setting that the first seed's validation accuracies choose."""
+    lines = [line for line in finished(method, task, "validation", args) if line["seed"] == args.seeds[0]]
+    return best_of_grid(grid_of(method, CHOSEN, args), CHOSEN, lines)
 
 
 def sweep(method: str, task: str, splits: list[FolderSplit], args: argparse.Namespace) -> None:
@@ -348,10 +353,10 @@ def sweep(method: str, task: str, splits: list[FolderSplit], args: argparse.Name
 
     def once(seed: int, setting: Setting, final: bool) -> None:
         lines = finished(method, task, "test" if final else "validation", args)
-        if (seed, setting) not in {(line["seed"], setting_of(line)) for line in lines}:
+        if (seed, setting) not in {(line["seed"], setting_of(line, CHOSEN)) for line in lines}:
             append_lines(args.output, [run(method, task, seed, setting, final, splits, args)])
 
-    for setting in tqdm(grid_of(method, args), desc=f"{task}, {method}: search"):
+    for setting in tqdm(grid_of(method, CHOSEN, args), desc=f"{task}, {method}: search"):
         once(args.seeds[0], setting, False)
     best = best_setting(method, task, args)
     assert best is not None
@@ -366,7 +371,7 @@ def report(args: argparse.Namespace) -> None:
         if task in tasks_of(args.suite):
             best = best_setting(method, task, args)
             lines = finished(method, task, "test", args)
-            chosen[method, task] = [line for line in lines if setting_of(line) == best]
+            chosen[method, task] = [line for line in lines if setting_of(line, CHOSEN) == best]
     groups = {group: list(of) for group, of in SUITES[args.suite].items()}
     print_tables({key: lines for key, lines in chosen.items() if lines}, groups, (*METHODS, CONSTANT))
 
@@ -377,6 +382,7 @@ def main() -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--root", type=Path, help="folder of the tasks")
     source.add_argument("--hub_dataset", metavar="OWNER/NAME", help="data set of the Hub in the same layout")
+    parser.add_argument("--revision", help="commit, tag or branch of the Hub's data set (default: main)")
     parser.add_argument(
         "--methods", nargs="+", choices=(*METHODS, CONSTANT), metavar="METHOD",
         default=["full", "linear", "lora", "vpt-shallow", "vpt-deep", CONSTANT, "pro-vpt-paper", "pro-vpt-default"],
