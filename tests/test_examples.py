@@ -25,6 +25,10 @@ def run(script, *arguments):
     return result.stdout
 
 
+def read_results(tmp_path):
+    return [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+
+
 @pytest.fixture
 def checkpoint(tmp_path):
     folder = tmp_path / "vit"
@@ -111,7 +115,7 @@ def test_strategies_of_table_3(tmp_path, checkpoint):
         "--threads", 1, "--strategies", "VPT baseline", "A", "adding", "default",
     )  # fmt: skip
     output = run(*arguments)
-    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    lines = read_results(tmp_path)
     # All percentages of (A) on the first seed, the best of them on the second.
     names = [line["strategy"] for line in lines]
     percentages = [f"A{p}" for p in range(10, 100, 10)]
@@ -124,7 +128,7 @@ def test_strategies_of_table_3(tmp_path, checkpoint):
     assert f"(A) Pruning {best[1:]} %" in output
     # Nothing is run twice.
     run(*arguments)
-    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == len(lines)
+    assert len(read_results(tmp_path)) == len(lines)
 
 
 def offline_arguments(tmp_path, checkpoint):
@@ -133,10 +137,6 @@ def offline_arguments(tmp_path, checkpoint):
         "--train_images", 32, "--image_size", 32, "--output", tmp_path / "results.jsonl", "--pictures", tmp_path,
         "--device", "cpu", "--threads", 1,
     )  # fmt: skip
-
-
-def read_results(tmp_path):
-    return [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
 
 
 def test_offline_suite_chooses_rates_and_compares_numbers_of_prompts(tmp_path, checkpoint):
@@ -263,7 +263,7 @@ def test_vtab_and_fgvc_on_a_miniature_copy_of_their_layout(tmp_path, checkpoint,
 # In a process of its own, since the Hub's address is read when huggingface_hub is imported. The last call finds a port
 # where nobody answers.
 FROM_HUB = """
-import argparse, huggingface_hub, vtab
+import argparse, vtab
 from functools import partial
 def fetch(name):
     try:
@@ -304,7 +304,7 @@ def test_adjustments_benchmark_and_the_noise_fitted_to_it(tmp_path, checkpoint):
         "--output", tmp_path / "results.jsonl", "--pictures", tmp_path,
     )  # fmt: skip
     output = run(*arguments)
-    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    lines = read_results(tmp_path)
     cells = [(line["epoch"], line["repeat"], line["adjustment"]) for line in lines]
     assert cells == [(epoch, repeat, what) for epoch in (1, 2) for repeat in (0, 1) for what in ("add", "move")]
     for line in lines:

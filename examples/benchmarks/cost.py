@@ -268,16 +268,22 @@ def summarize(lines: list[dict[str, Any]]) -> None:
         if not {FLOOR, PREPENDED, OURS, DEFAULT} <= set(cell):
             continue
         ours, best = cell[OURS], cell[DEFAULT]
-        ratios = [(ours, FLOOR, "step_seconds")]
-        ratios += [(best, name, "step_seconds") for name in (FLOOR, PREPENDED, LORA)]
-        ratios += [(best, FLOOR, "peak_memory_bytes"), (best, PREPENDED, "peak_memory_bytes")]
-        ratios += [(best, FLOOR, "latency_seconds")]
-        figures = [f"{line[key] / cell[other][key]:.2f}" if other in cell else "" for line, other, key in ratios]
         relocation = best["relocation_seconds"] * best["batch_size"] / best["epoch_images"]
-        figures.insert(4, f"{best['step_seconds'] / (best['step_seconds'] - relocation):.3f}")
+        figures = [
+            _ratio(ours, cell[FLOOR], "step_seconds"),
+            *(_ratio(best, cell.get(name), "step_seconds") for name in (FLOOR, PREPENDED, LORA)),
+            f"{best['step_seconds'] / (best['step_seconds'] - relocation):.3f}",
+            *(_ratio(best, cell[name], "peak_memory_bytes") for name in (FLOOR, PREPENDED)),
+            _ratio(best, cell[FLOOR], "latency_seconds"),
+        ]
         names = ("image_size", "batch_size", "device", "threads", "rounds")
         setting = ", ".join(str(best[name]) for name in names)
         print(f"| {shape} | {setting} | {number} | {' | '.join(figures)} |")
+
+
+def _ratio(line: dict[str, Any], other: dict[str, Any] | None, key: str) -> str:
+    """A contender's figure over another's, nothing where that one was not run."""
+    return "" if other is None else f"{line[key] / other[key]:.2f}"
 
 
 def report(path: Path, pictures: Path, num_prompts: Sequence[int]) -> None:

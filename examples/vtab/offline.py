@@ -135,37 +135,32 @@ def compare_numbers(args: argparse.Namespace) -> None:
     """Print and draw accuracies over the number of prompts, and their standard deviation over it, the spread."""
     others = {name: value for name, value in protocol(args).items() if name != "num_prompts"}
     counts = sorted({line["num_prompts"] for line in read_lines(args.output, others)})
-    # By task and number: each method's accuracies by seed.
-    found: dict[str, dict[int, dict[str, dict[int, float]]]] = {}
-    for n in counts:
-        chosen = chosen_runs(argparse.Namespace(**vars(args) | {"num_prompts": n}))
-        for task in tasks.TASKS:
-            if all((method, task) in chosen for method in COLOURS):
-                found.setdefault(task, {})[n] = {
-                    method: {line["seed"]: line["test_accuracy"] for line in chosen[method, task]}
-                    for method in COLOURS
-                }
-    names = [task for task, by_count in found.items() if len(by_count) >= 2]
+    accuracies = {
+        (task, n, method): {line["seed"]: line["test_accuracy"] for line in lines}
+        for n in counts
+        for (method, task), lines in chosen_runs(argparse.Namespace(**vars(args) | {"num_prompts": n})).items()
+    }
+    # The numbers that both methods have of a task.
+    drawn = {task: [n for n in counts if all((task, n, m) in accuracies for m in COLOURS)] for task in tasks.TASKS}
+    names = [task for task in tasks.TASKS if len(drawn[task]) >= 2]
     if not names:
         return
     header = ["task", "method", *(f"{n} a block" for n in counts), "spread"]
     print(f"\n| {' | '.join(header)} |\n|{' --- |' * len(header)}")
     figure, axes = plt.subplots(1, len(names), figsize=(4.5 * len(names), 3.4), squeeze=False)
     for axis, task in zip(axes[0], names, strict=True):
-        by_count = found[task]
         # Seeds have their own data, so a spread is over the seeds that all of its runs have.
-        seeds = set.intersection(*(set(runs) for methods in by_count.values() for runs in methods.values()))
-        drawn = list(by_count)
+        seeds = sorted(set.intersection(*(set(accuracies[task, n, m]) for n in drawn[task] for m in COLOURS)))
         for method, colour in COLOURS.items():
-            runs = {n: [by_count[n][method][seed] for seed in sorted(seeds)] for n in drawn}
-            means = [statistics.mean(accuracies) for accuracies in runs.values()]
+            runs = {n: [accuracies[task, n, method][seed] for seed in seeds] for n in drawn[task]}
+            means = [statistics.mean(values) for values in runs.values()]
             cells = [f"{mean_and_error(runs[n])} ({len(seeds)})" if n in runs else "" for n in counts]
             print(f"| {task} | {method} | {' | '.join(cells)} | {statistics.stdev(means):.2f} |")
-            for n, accuracies in runs.items():
-                axis.plot([n] * len(seeds), accuracies, ".", color=colour, markersize=3)
-            axis.plot(drawn, means, marker="o", color=colour, label=method)
+            for n, values in runs.items():
+                axis.plot([n] * len(seeds), values, ".", color=colour, markersize=3)
+            axis.plot(drawn[task], means, marker="o", color=colour, label=method)
         axis.set_xscale("log")
-        axis.set_xticks(drawn, [str(n) for n in drawn])
+        axis.set_xticks(drawn[task], [str(n) for n in drawn[task]])
         axis.minorticks_off()
         axis.set_xlabel("prompts a block")
         axis.set_ylabel("test accuracy (%)")
