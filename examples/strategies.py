@@ -28,7 +28,6 @@ sys.path.append(str(Path(__file__).resolve().parent / "benchmarks"))
 import tasks
 from common import (
     append_lines,
-    even,
     fit,
     make_base,
     make_optimizer,
@@ -43,8 +42,8 @@ from common import (
 
 # Runs by name: settings of `RelocationConfig`, or None where nothing is relocated. Percentages are those of (A), (B).
 PERCENTAGES = range(10, 100, 10)
-# The baseline's budget in some of the blocks only: the first and the last of them.
-FIXED = {f"VPT in blocks {first}-{last}": (first, last) for first, last in ((1, 4), (5, 8), (9, 12), (1, 6))}
+# The baseline's budget in some of the blocks only.
+FIXED = [f"VPT in blocks {blocks}" for blocks in ("1-4", "5-8", "9-12", "1-6")]
 STRATEGIES: dict[str, RelocationConfig | None] = {
     "VPT baseline": None,
     **dict.fromkeys(FIXED),
@@ -103,14 +102,9 @@ def make_model(name: str, args: argparse.Namespace, num_labels: int, seed: int) 
     """The backbone with the prompts that a strategy begins with."""
     base = make_base(num_labels, seed, args.model_name_or_path)
     num_blocks = base.config.num_hidden_layers
-    if name in FIXED:
-        first, last = FIXED[name]
-        part = even(args.num_prompts * num_blocks, last - first + 1)
-        num_prompts, reserve = [0] * (first - 1) + part + [0] * (num_blocks - last), 0
-    else:
-        share = int(name[1:]) / 100 if name[1:].isdecimal() else None
-        strategy = name if share is None else name[0]
-        num_prompts, reserve = starting_prompts(strategy, args.num_prompts, num_blocks, args.epochs, share)
+    share = int(name[1:]) / 100 if name[1:].isdecimal() else None
+    strategy = name if share is None else name[0]
+    num_prompts, reserve = starting_prompts(strategy, args.num_prompts, num_blocks, args.epochs, share)
     config = ProVPTConfig(num_prompts=num_prompts, reserve=reserve, modules_to_save=["classifier"])
     return get_peft_model(base, config)
 

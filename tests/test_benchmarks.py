@@ -4,7 +4,7 @@ import pytest
 import tasks
 import torch
 from adjustments import variance_components
-from common import peak_memory
+from common import peak_memory, starting_prompts
 from methods import print_tables
 from scipy import ndimage
 
@@ -37,6 +37,23 @@ def test_table_of_accuracies(capsys):
     assert output[2] == "| lora | 17.50 ± 6.50 (2) |  |  | 17.50 ± 6.50 (2) |  | 1,000 | 4 | 2 |"
     # 1 and 4 points.
     assert output[-1] == "lora - vpt-deep: +2.50 ± 1.50 points (2 pairs)"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "prune_share", "counts", "reserve"),
+    [
+        ("vpt-deep", None, [2] * 6, 0),
+        # 12 prompts in two blocks, and in five.
+        ("vpt-deep-5-6", None, [0, 0, 0, 0, 6, 6], 0),
+        ("VPT in blocks 1-5", None, [3, 3, 2, 2, 2, 0], 0),
+        # Half of 24 is the budget.
+        ("B", 0.5, [4] * 6, 0),
+        # One for each epoch but the first, until half of the budget is to be added.
+        ("adding", None, [2, 2, 2, 2, 1, 1], 2),
+    ],
+)
+def test_starting_prompts(strategy, prune_share, counts, reserve):
+    assert starting_prompts(strategy, 2, 6, 3, prune_share) == (counts, reserve)
 
 
 def test_peak_memory():

@@ -193,6 +193,7 @@ def test_offline_suite_with_all_methods(tmp_path, checkpoint):
 VTAB_METHODS = (
     "full", "linear", "lora", "vpt-shallow", "vpt-deep", "vpt-deep-constant", "pro-vpt-paper", "pro-vpt-default",
     "pro-vpt-A", "pro-vpt-B", "pro-vpt-C", "pro-vpt-D", "pro-vpt-E", "pro-vpt-F", "pro-vpt-G", "pro-vpt-adding",
+    "vpt-deep-1-4",
 )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import re
 import statistics
 import sys
 from collections.abc import Callable
@@ -99,13 +100,17 @@ def starting_prompts(
 
     Args:
         strategy: `"B"` begins with more prompts, so many that the budget is left after pruning; `"adding"` with fewer,
-            by one for each epoch in which one may be added, at most half. All others begin with the budget.
+            by one for each epoch in which one may be added, at most half. All others begin with the budget; a name
+            that ends in `first-last`, as in `"vpt-deep-1-4"`, with all of it in these blocks, counted from 1.
         num_prompts: The budget: prompts a block.
         num_blocks: Blocks of the backbone.
         epochs: Epochs of the run.
         prune_share: The share that (A) and (B) prune.
     """
     budget, reserve = num_prompts * num_blocks, 0
+    if found := re.search(r"(\d+)-(\d+)$", strategy):
+        first, last = map(int, found.groups())
+        return [0] * (first - 1) + even(budget, last - first + 1) + [0] * (num_blocks - last), 0
     if strategy == "B":
         assert prune_share is not None
         budget = round(budget / (1 - prune_share))

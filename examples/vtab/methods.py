@@ -35,10 +35,12 @@ from common import (
 from tasks import Split
 
 
-# The letters are the strategies of the paper's Tab. 3, adding is that of its appendix.
+# The letters are the strategies of the paper's Tab. 3, adding is that of its appendix. VPT-Deep with all of its
+# prompts in some of the blocks shows what a distribution is worth.
 METHODS = (
     "linear", "lora", "vpt-deep", "pro-vpt-paper", "pro-vpt-default", "full", "vpt-shallow",
     "pro-vpt-A", "pro-vpt-B", "pro-vpt-C", "pro-vpt-D", "pro-vpt-E", "pro-vpt-F", "pro-vpt-G", "pro-vpt-adding",
+    "vpt-deep-1-4", "vpt-deep-5-8", "vpt-deep-9-12",
 )  # fmt: skip
 # What (A) and (B) prune is searched with the learning rate.
 PRUNE_SHARES = tuple(percent / 100 for percent in range(10, 100, 10))
