@@ -409,6 +409,7 @@ class Relocator:
         """Move up to `prompts_per_relocation` prompts, each with its own state and choice."""
         scores = idleness.score.clone()
         moves = []
+        newcomers: set[int] = set()
         for candidate in self._candidates(idleness):
             blocks = self.tuner.prompt_blocks(self.adapter_name).cpu()
             situation = Situation(scores, blocks, self.tuner.num_blocks, candidate)
@@ -420,9 +421,10 @@ class Relocator:
                 prompt = int(residents[torch.randint(len(residents), (1,), generator=self.generator)])
             elif self.config.trigger == "opportunity" and not self._pays(prompt, choice.block, situation, idleness):
                 continue
-            moves.append(self._move(prompt, choice, blocks, idleness, loss))
+            moves.append(self._move(prompt, choice, blocks, idleness, loss, newcomers))
             if choice.block != blocks[prompt]:
                 scores[prompt] = math.nan  # of another block
+                newcomers.add(prompt)
         return moves
 
     def _candidates(self, idleness: Idleness) -> Sequence[int | None]:
@@ -459,11 +461,19 @@ class Relocator:
         expected = worth[block - 1] if worth[block - 1].isfinite() else worth.nanmean()
         return idleness.stands_out(prompt, self.config.significance, elsewhere=expected.item())
 
-    def _move(self, prompt: int, choice: Choice, blocks: torch.Tensor, idleness: Idleness, loss: float) -> Relocation:
+    def _move(
+        self,
+        prompt: int,
+        choice: Choice,
+        blocks: torch.Tensor,
+        idleness: Idleness,
+        loss: float,
+        newcomers: Iterable[int],
+    ) -> Relocation:
         """Give a prompt to the block that was chosen."""
         relocation = self._record(prompt, int(blocks[prompt]), choice.block, idleness, loss)
         if choice.block != relocation.from_block:
-            self.place(prompt, choice.block, idleness)
+            self.place(prompt, choice.block, idleness, newcomers)
         self._pending.append(_Pending(relocation, choice))
         return relocation
 
@@ -489,30 +499,33 @@ class Relocator:
         )
 
     @torch.no_grad()
-    def place(self, prompt: int, block: int, idleness: Idleness) -> None:
+    def place(self, prompt: int, block: int, idleness: Idleness, newcomers: Iterable[int] = ()) -> None:
         """Move a prompt and let it start from the config's `start`. `relocate` does this with what it chooses.
 
         The mean of the residents changes the loss less than the median prompt's removal does, and learns at its
         neighbours' rate (see docs/relocation.md for the measurement). The reference code scales the vector by 1e-3
         instead, which LayerNorm undoes. Where there is nothing to copy, the prompt keeps its vector, and so it does
-        where it would be the mean of one, since a copy would stay one. The optimizer's moments for the row belong to
-        the old place: first moments become 0, second ones the mean of the residents', if there are any. Were they 0 as
-        well, Adam would step up to 6.5 times too far, since its bias correction counts the steps of all rows alike.
+        where it would be the mean of one or start as another that has just come to the block, since copies would stay
+        alike. The optimizer's moments for the row belong to the old place: first moments become 0, second ones the
+        mean of the residents', if there are any. Were they 0 as well, Adam would step up to 6.5 times too far, since
+        its bias correction counts the steps of all rows alike.
 
         Args:
             prompt: k*.
             block: a*, another block than the prompt's.
             idleness: The scores, which tell the block's best prompt.
+            newcomers: Prompts that have moved since the last training step.
         """
         reshard(self.model)
         prompts = self.tuner.prompts(self.adapter_name)
         residents = (self.tuner.prompt_blocks(self.adapter_name).cpu() == block).nonzero()[:, 0]
+        first = not set(newcomers).intersection(residents.tolist())
         self.tuner.move_prompt(prompt, block, self.adapter_name)
         start = self.config.start
         rows = whole(prompts)
-        if start == "mean" and len(residents) >= 2:
+        if start == "mean" and first and len(residents) >= 2:
             write_row(prompts, prompt, rows[residents.to(rows.device)].mean(dim=0))
-        elif start == "best" and len(residents) >= 1:
+        elif start == "best" and first and len(residents) >= 1:
             best = residents[idleness.score[residents].nan_to_num(nan=torch.inf).argmin()]
             write_row(prompts, prompt, rows[best].clone())
         elif start == "fresh":

@@ -216,6 +216,18 @@ def test_what_a_moved_prompt_starts_from(start, expected):
     torch.testing.assert_close(model.base_model.prompts()[0], expected(rows))
 
 
+@pytest.mark.parametrize("start", ["best", "mean"])
+def test_prompts_that_come_to_a_block_together_do_not_start_alike(start):
+    config = RelocationConfig(idleness="gate", start=start, allocator="greedy", prompts_per_relocation=2)
+    model, _, relocator = setup(config=config)
+    rows = model.base_model.prompts().detach().clone()
+    report(relocator, [2.0, 1.0] + [0.0] * 7 + [-1.0, -3.0, -2.0], loss=1.0)
+    first, second = relocator.relocate()
+    assert (first.prompt, first.block, second.prompt, second.block) == (0, 4, 1, 4)
+    expected = rows[10] if start == "best" else rows[9:].mean(dim=0)
+    torch.testing.assert_close(model.base_model.prompts()[:2], torch.stack([expected, rows[1]]))
+
+
 def test_a_fresh_start_is_within_the_bound_of_the_initialisation():
     model, _, relocator = setup(config=RelocationConfig(idleness="gate", start="fresh", allocator="greedy"))
     rows = model.base_model.prompts().detach().clone()
