@@ -1,5 +1,8 @@
 """The statistics of the benchmarks, by hand."""
 
+import sys
+
+import cost
 import pytest
 import tasks
 import torch
@@ -105,3 +108,10 @@ def test_nearer_objects_stand_lower_in_the_distance_task():
 def test_an_unknown_task_is_refused():
     with pytest.raises(ValueError, match=r"must be one of digits, stamps, textile, .*got 'cats'"):
         tasks.load("cats")
+
+
+def test_an_unknown_contender_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["cost.py", "--contenders", "prepended tokens, compiled", "VPT"])
+    with pytest.raises(SystemExit):
+        cost.main()
+    assert "there is no contender 'VPT', they are 'frozen backbone', 'prepended tokens'" in capsys.readouterr().err

@@ -146,6 +146,11 @@ def require_gradients(module: nn.Module, args: Any, output: Any) -> None:
     (output[0] if isinstance(output, tuple) else output).requires_grad_(True)
 
 
+def plain_name(name: str) -> str:
+    """A contender's name without the suffix that says how it is run."""
+    return name.removesuffix(COMPILED).removesuffix(CHECKPOINTED)
+
+
 def make_contender(name: str, shape: str, num_prompts: int, args: argparse.Namespace) -> Contender:
     """A contender by name; a suffix says how it is run."""
     device = torch.device(args.device)
@@ -158,7 +163,7 @@ def make_contender(name: str, shape: str, num_prompts: int, args: argparse.Names
         }
 
     batch = make_batch(args.batch_size)
-    plain = name.removesuffix(COMPILED).removesuffix(CHECKPOINTED)
+    plain = plain_name(name)
     if plain in (DEFAULT, PAPER):
         model = prompted(shape, num_prompts, args)
         # `trigger` and `settle`: a prompt moves in each relocation, the costliest case.
@@ -358,6 +363,9 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--pictures", type=Path, default=Path("docs/images"), help="folder of the pictures")
     args = parser.parse_args()
+    unknown = [name for name in args.contenders if plain_name(name) not in (*CONTENDERS, SECOND_HALF)]
+    if unknown:
+        parser.error(f"there is no contender {unknown[0]!r}, they are {', '.join(map(repr, CONTENDERS))}; see --help")
     torch.set_num_threads(args.threads)
     if not args.report:
         for shape in args.shapes:
