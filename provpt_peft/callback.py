@@ -213,14 +213,17 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        metrics: dict[str, float] | None = None,
+        metrics: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        # For the model card. Not how fast this machine is.
+        # For the model card: numbers, not a list for each class, and not how fast this machine is.
         kept = {
             name: value
             for name, value in (metrics or {}).items()
-            if name != "epoch" and not name.endswith(_SPEED) and math.isfinite(value)
+            if name != "epoch"
+            and not name.endswith(_SPEED)
+            and isinstance(value, (int, float))
+            and math.isfinite(value)
         }
         if not kept or self.relocator is None:
             return

@@ -1,10 +1,13 @@
-"""Eval mode for a while."""
+"""Eval mode and fixed random numbers for a while."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
+import torch
 from torch import nn
 
 
@@ -18,3 +21,18 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in was_training:
             module.training = True
+
+
+@contextmanager
+def fixed_randomness(device: torch.device) -> Iterator[None]:
+    """Seed the generators of Python, NumPy and PyTorch, and afterwards put them back to where they were."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)

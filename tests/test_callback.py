@@ -300,6 +300,18 @@ def test_reporters_with_histograms_of_their_own():
     assert logged["relocation/distribution"].np_histogram == ([2, 0, 1], [0.5, 1.5, 2.5, 3.5])
 
 
+def test_metrics_that_are_no_numbers_are_not_kept(tmp_path):
+    def compute_metrics(prediction):
+        return {"accuracy": 0.5, "accuracy_of_classes": [0.25, 0.75], "missing": None}
+
+    trainer, _ = make_trainer(tmp_path, eval_strategy="epoch", num_train_epochs=1)
+    trainer.compute_metrics = compute_metrics
+    trainer.train()
+    metrics = trainer.model.peft_config["default"].training["metrics"]
+    assert metrics["eval_accuracy"] == 0.5
+    assert set(metrics) == {"eval_accuracy", "eval_loss"}
+
+
 def test_evaluation_does_not_touch_the_scores(tmp_path):
     # Without dropout: a data loader draws from the generator that dropout draws from.
     def run(**settings):

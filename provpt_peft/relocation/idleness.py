@@ -21,8 +21,8 @@ class Idleness:
             0 means idle. NaN for a prompt that no image has seen, because it is undistributed.
         stderr: Standard error of the score over images, float64 of shape (N,). NaN with fewer than two images.
         images: The number of images that the prompt has seen, float64 of shape (N,).
-        exact: Whether the score is that of removing the prompt, bool of shape (N,). If it is for some, the others are
-            not candidates.
+        exact: Whether the score is that of removing the prompt, bool of shape (N,). If it is for some, they are the
+            ones that were estimated as the most idle, and come before the others.
     """
 
     score: torch.Tensor
@@ -36,11 +36,10 @@ class Idleness:
 
     def ranking(self) -> list[int]:
         """The prompts that have a score, the most idle one (k* of Eq. 3) first."""
-        candidates = self.images > 0
-        if self.exact.any():
-            candidates &= self.exact
         order = self.score.argsort(descending=True, stable=True)
-        return order[candidates[order]].tolist()
+        order = order[self.images[order] > 0]
+        exact = self.exact[order]
+        return torch.cat([order[exact], order[~exact]]).tolist()
 
     def stands_out(self, prompt: int, significance: float, elsewhere: float = 0.0) -> bool:
         """Whether a prompt's score is above 0 by more than `significance` of its standard errors.

@@ -13,7 +13,7 @@ from accelerate.utils import extract_model_from_parallel, send_to_device
 from torch import nn
 
 from ..model import ProVPTModel
-from ..modes import in_eval_mode
+from ..modes import fixed_randomness, in_eval_mode
 from ..prompts import Observation, moments_of
 from .allocation import Choice, Situation, make_policy
 from .config import RelocationConfig
@@ -167,17 +167,18 @@ class Relocator:
         """Take in what the backward passes of one optimizer step have reported. Call it before `optimizer.step()`.
 
         Moves nothing. Gradient accumulation, clipping and `zero_grad` do not matter to it. A step that a gradient
-        scaler is about to skip because of an overflow counts for nothing.
+        scaler is about to skip because of an overflow counts for nothing, nor does one of another adapter.
 
         Args:
             loss: The step's loss, the mean over its images, not scaled. Without it, call `record_loss`.
             loss_scale: The factor the loss was multiplied by before backward, e.g. `scaler.get_scale()`. 1.0 stands
                 for no scaler: what is not finite is then noted in `history`.
         """
+        if self.tuner.bank.enabled_adapter != self.adapter_name:
+            return
         moments = self._observation.take()
-        if self.tuner.bank.enabled_adapter == self.adapter_name:
-            self._step += 1
-            self._observe_next_step()
+        self._step += 1
+        self._observe_next_step()
         if loss_scale != 1.0 and self._overflowed(moments):
             return
         if moments is not None:
@@ -279,13 +280,16 @@ class Relocator:
         """The moments and the loss of the steps since the last call, summed over all processes: the moments'
         elements, the losses' sum, the number of steps. None if nothing was trained."""
         sums = torch.cat([self.window.sums.flatten(), self._loss])
+        trained = self._step > 0
         self.window.clear()
         self._loss.zero_()
         self._step = 0
         self._observe_next_step()
         sums = summed(sums, self._device)
         scored, steps = sums[:-2].view_as(self.window.sums)[-1].any(), sums[-1].item()
-        if not scored and (self.score_batches is None or not steps):
+        if self.score_batches is not None:
+            return sums if trained or steps else None
+        if not scored:
             return None
         if not steps:
             raise RuntimeError(
@@ -326,7 +330,9 @@ class Relocator:
 
     def _evaluate(self, batches: Iterable[dict[str, Any]], loss_of: Callable[[dict[str, Any]], float]) -> float:
         """The mean over batches of a function that returns a batch's loss."""
-        losses = [loss_of(send_to_device(batch, self._device)) for batch in batches]
+        # Augmented images are the same each time, and those of training are what they were.
+        with fixed_randomness(self._device):
+            losses = [loss_of(send_to_device(batch, self._device)) for batch in batches]
         if not losses:
             raise ValueError("Scores are measured on the score batches, but there are none. Give at least one batch.")
         return agreed(torch.tensor([sum(losses) / len(losses)], dtype=torch.float64), self._device).item()
@@ -338,8 +344,7 @@ class Relocator:
     def _loss_on(self, model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
         """The loss on a score batch. One that is random, such as Mask2Former's on sampled points, is the same each
         time, so that it can be compared, and leaves the generators of training alone."""
-        with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
-            torch.manual_seed(0)
+        with fixed_randomness(self._device):
             return self.compute_loss(model, batch)
 
     def _differentiate(self, model: nn.Module, batch: dict[str, Any], window: IdlenessWindow) -> float:
@@ -408,7 +413,7 @@ class Relocator:
     def _relocate(self, idleness: Idleness, loss: float) -> list[Relocation]:
         """Move up to `prompts_per_relocation` prompts, each with its own state and choice."""
         scores = idleness.score.clone()
-        moves = []
+        moves: list[Relocation] = []
         newcomers: set[int] = set()
         for candidate in self._candidates(idleness):
             blocks = self.tuner.prompt_blocks(self.adapter_name).cpu()
@@ -417,9 +422,17 @@ class Relocator:
             prompt = candidate
             if prompt is None:
                 assert choice.source is not None
-                residents = (blocks == choice.source).nonzero()[:, 0]
-                prompt = int(residents[torch.randint(len(residents), (1,), generator=self.generator)])
-            elif self.config.trigger == "opportunity" and not self._pays(prompt, choice.block, situation, idleness):
+                residents = set((blocks == choice.source).nonzero()[:, 0].tolist()) - {move.prompt for move in moves}
+                if not residents:
+                    continue
+                drawn = torch.randint(len(residents), (1,), generator=self.generator)
+                prompt = sorted(residents)[int(drawn)]
+            # A prompt of the reserve earns nothing where it is.
+            elif (
+                self.config.trigger == "opportunity"
+                and blocks[prompt] != 0
+                and not self._pays(prompt, choice.block, situation, idleness)
+            ):
                 continue
             moves.append(self._move(prompt, choice, blocks, idleness, loss, newcomers))
             if choice.block != blocks[prompt]:
@@ -507,8 +520,8 @@ class Relocator:
         instead, which LayerNorm undoes. Where there is nothing to copy, the prompt keeps its vector, and so it does
         where it would be the mean of one or start as another that has just come to the block, since copies would stay
         alike. The optimizer's moments for the row belong to the old place: first moments become 0, second ones the
-        mean of the residents', if there are any. Were they 0 as well, Adam would step up to 6.5 times too far, since
-        its bias correction counts the steps of all rows alike.
+        mean of the residents', or of all prompts in blocks where there are none. Were they 0 as well, Adam would step
+        up to 6.5 times too far, since its bias correction counts the steps of all rows alike.
 
         Args:
             prompt: k*.
@@ -518,7 +531,9 @@ class Relocator:
         """
         reshard(self.model)
         prompts = self.tuner.prompts(self.adapter_name)
-        residents = (self.tuner.prompt_blocks(self.adapter_name).cpu() == block).nonzero()[:, 0]
+        blocks = self.tuner.prompt_blocks(self.adapter_name).cpu()
+        residents = (blocks == block).nonzero()[:, 0]
+        distributed = (blocks != 0).nonzero()[:, 0]
         first = not set(newcomers).intersection(residents.tolist())
         self.tuner.move_prompt(prompt, block, self.adapter_name)
         start = self.config.start
@@ -540,8 +555,8 @@ class Relocator:
             rows = whole(moment)
             if name in _FIRST_MOMENTS:
                 write_row(moment, prompt, torch.zeros_like(rows[prompt]))
-            elif len(residents) >= 1:
-                write_row(moment, prompt, rows[residents.to(rows.device)].mean(dim=0))
+            elif len(peers := residents if len(residents) else distributed):
+                write_row(moment, prompt, rows[peers.to(rows.device)].mean(dim=0))
 
     # ---- state ------------------------------------------------------------------------------------------------------
 

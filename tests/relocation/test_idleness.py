@@ -32,13 +32,13 @@ def test_mean_and_standard_error_by_hand():
     assert idleness.stderr.item() == pytest.approx(math.sqrt(7 / 6))
 
 
-def test_ranking_is_among_the_exact_scores_if_there_are_any():
+def test_exact_scores_come_first_in_the_ranking():
     window = IdlenessWindow(4)
     window.add_step(torch.cat([shares([score]) for score in (1.0, 3.0, 2.0, 0.5)], dim=1))
     idleness = window.scores()
     assert idleness.ranking() == [1, 2, 0, 3]
     idleness.score[1], idleness.exact[1:3] = -1.0, True
-    assert idleness.ranking() == [2, 1]
+    assert idleness.ranking() == [2, 1, 0, 3]
 
 
 def test_second_order_by_hand():

@@ -171,6 +171,29 @@ def test_a_moved_prompt_starts_from_the_mean_with_its_new_blocks_moments(optimiz
         assert torch.equal(state[name][1:], before[1:])
 
 
+def test_a_prompt_of_the_reserve_has_the_mean_moments_of_all_in_an_empty_block():
+    model, optimizer, relocator = setup(num_prompts=[6, 6, 0, 0], reserve=1)
+    train_epoch(model, optimizer, relocator)
+    prompts = model.base_model.prompts()
+    squares = optimizer.state[prompts]["exp_avg_sq"]
+    before = squares.clone()
+    relocator.place(12, 4, relocator.window.scores())
+    assert not before[12].any()
+    torch.testing.assert_close(squares[12], before[:12].mean(dim=0))
+    assert torch.equal(squares[:12], before[:12])
+
+
+def test_steps_of_another_adapter_count_for_nothing():
+    model, _, relocator = setup()
+    report(relocator, [1.0] * 12, loss=2.0)
+    model.add_adapter("other", ProVPTConfig(num_prompts=2))
+    model.set_adapter("other")
+    relocator.record_step(9.0)
+    model.set_adapter("default")
+    (move,) = relocator.relocate()
+    assert move.loss_before == 2.0
+
+
 def test_a_moved_prompt_steps_no_further_than_its_neighbours():
     """With a gradient of 1 Adam's step is the learning rate. The bias correction is the parameter's, so a row whose
     moments were both 0 would step by (1 - 0.9^t) / sqrt(1 - 0.999^t), up to 6.5 times as far."""

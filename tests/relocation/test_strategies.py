@@ -2,8 +2,10 @@
 
 import json
 import math
-from dataclasses import asdict
+import random
+from dataclasses import asdict, replace
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -49,6 +51,54 @@ def test_pruning_strategies_take_their_share_once(name, share, kept):
     # The most idle ones, in order.
     idleness = [record.idleness for record in relocator.history]
     assert idleness == sorted(idleness, reverse=True)
+
+
+def test_pruning_takes_its_share_of_all_prompts_when_some_are_removed_exactly():
+    tuner, _ = run(RelocationConfig.preset("A", prune_share=0.5, screen=2))
+    assert sum(tuner.prompt_distribution()) == 6
+
+
+def test_a_prompt_of_the_reserve_is_an_opportunity():
+    config = RelocationConfig.preset("adding", trigger="opportunity")
+    tuner, relocator = run(config, num_prompts=[2, 2, 2, 2], reserve=2)
+    assert sum(tuner.prompt_distribution()) == 10
+    assert [record.prompt for record in relocator.history] == [8, 9]
+
+
+def test_naive_rl_moves_a_prompt_once_in_a_relocation():
+    config = RelocationConfig.preset("C", prompts_per_relocation=4)
+    for seed in range(10):
+        _, _, relocator = setup(config=replace(config, idleness="gate", score_images=0, seed=seed))
+        report(relocator, [0.0] * 12, loss=1.0)
+        moved = [record.prompt for record in relocator.relocate()]
+        assert len(moved) == len(set(moved)) >= 1
+
+
+def test_score_batches_need_no_recorded_loss():
+    model, optimizer, _ = setup()
+    relocator = Relocator(model, RelocationConfig(trigger="always"), optimizer, score_batches=batches())
+    assert relocator.relocate() == []
+    relocator.record_step()
+    with torch.no_grad():
+        losses = [model.eval()(**batch).loss.item() for batch in batches()]
+    (move,) = relocator.relocate()
+    assert move.loss_before == pytest.approx(sum(losses) / 2)
+
+
+def test_augmented_score_images_are_the_same_each_time_and_training_s_random_numbers_too():
+    class Augmented:
+        def __iter__(self):
+            for batch in batches():
+                shift = random.random() + np.random.rand() + torch.rand(1)
+                yield batch | {"pixel_values": batch["pixel_values"] + shift}
+
+    model, _, _ = setup()
+    relocator = Relocator(model, RelocationConfig(screen=2), score_batches=Augmented())
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    (first, loss), (second, again) = (relocator.measure(relocator.score_batches) for _ in range(2))
+    assert loss == again
+    assert torch.equal(first.score, second.score)
+    assert before == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
 
 
 def test_adding_takes_prompts_from_the_reserve():
@@ -275,7 +325,8 @@ def test_screening_decides_by_the_exact_scores_of_the_candidates():
     exact = scores(idleness="exact")
     candidates = first_order.ranking()[:3]
     assert screened.exact.nonzero()[:, 0].tolist() == sorted(candidates)
-    assert screened.ranking() == sorted(candidates, key=lambda k: -exact.score[k])
+    by_exact_score = sorted(candidates, key=lambda k: -exact.score[k])
+    assert screened.ranking() == by_exact_score + first_order.ranking()[3:]
     torch.testing.assert_close(screened.score[candidates], exact.score[candidates])
     others = ~screened.exact
     assert torch.equal(screened.score[others], first_order.score[others])
