@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, ExportableState
 from transformers.trainer_utils import SaveStrategy
@@ -253,11 +253,11 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
             if self.config.score_images == 0:
                 return None
             dataset = getattr(train_dataloader, "dataset", None)
-            if not hasattr(dataset, "__len__"):
+            if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
                 raise ValueError(
-                    f"Scores are measured on {self.config.score_images} training images, which a data set without a "
-                    f"length cannot give, got {type(dataset).__name__}. Pass a `score_dataset` to the callback, or "
-                    "set `score_images=0` to score in the training steps."
+                    f"Scores are measured on {self.config.score_images} training images, chosen by their index, but "
+                    f"the data set is a stream, a {type(dataset).__name__}. Pass a `score_dataset` to the callback, "
+                    "or set `score_images=0` to score in the training steps."
                 )
             dataset = Subset(dataset, self.config.choose_score_images(len(dataset)))
         # A generator of its own, since iterating draws a number.

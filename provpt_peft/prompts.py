@@ -314,8 +314,9 @@ class Observation:
         self._unread += 1
         if self._unread == self.UNREAD_BATCHES:
             logger.warning(
-                "Relocation is set up but was never stepped in the last %d batches, so no prompt will move. Call "
-                "`Relocator.record_step(loss)` after each backward pass, or use `RelocationTrainerCallback`.",
+                "Relocation is set up but was not stepped in the last %d batches. Unless you accumulate the gradients "
+                "of as many, no prompt is going to move: call `Relocator.record_step(loss)` before each step of the "
+                "optimizer, or use `RelocationTrainerCallback`.",
                 self.UNREAD_BATCHES,
             )
 

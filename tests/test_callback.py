@@ -409,11 +409,14 @@ def test_a_score_dataset_cannot_be_restored_and_the_error_says_so(tmp_path):
         make().train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
 
 
-def test_training_images_without_a_length(tmp_path):
+@pytest.mark.parametrize("with_length", [False, True])
+def test_training_images_that_are_a_stream(tmp_path, with_length):
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self):
             return (Images()[k] for k in range(24))
 
+    if with_length:
+        Stream.__len__ = lambda self: 24
     trainer, _ = make_trainer(tmp_path, config=RelocationConfig(), max_steps=6)
     trainer.train_dataset = Stream()
     with pytest.raises(ValueError, match="Pass a `score_dataset` to the callback, or set `score_images=0`"):

@@ -70,7 +70,8 @@ class RelocationConfig:
             idle one each time. `"opportunity"`: if the prompts of the chosen block earn more on average than the
             prompt does where it is.
         significance: Standard errors over images by which the score has to be above 0, or the gain of an opportunity.
-            0.0 is the paper's rule; 2.0 asks for evidence.
+            0.0 is the paper's rule; 2.0 asks for evidence. Those of exact scores are over score batches, of which it
+            needs two.
         reward: What the policy learns from. `"paper"`: Eq. 8. `"counterfactual"`: what the moved prompt earns at its
             new block after tuning, minus its next score.
         allocator: The policy: `"ppo"` (the paper's Alc2), `"thompson"` (Alc1), `"greedy"`, `"uniform"`, or

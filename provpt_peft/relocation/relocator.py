@@ -316,17 +316,31 @@ class Relocator:
                 if self.config.idleness == "exact":
                     removed = (self.tuner.prompt_blocks(self.adapter_name) != 0).nonzero()[:, 0].tolist()
                     loss = self._evaluate(batches, lambda batch: self._remove_each(model, batch, removed, exact))
-                    return exact.scores(agreed(exact.sums, self._device)), loss
+                    return self._exact(exact), loss
                 loss = self._evaluate(batches, lambda batch: self._differentiate(model, batch, window))
                 idleness = window.scores(agreed(window.sums, self._device))
                 if self.config.screen and idleness.is_finite():
                     removed = self.ranking(idleness)[: self.config.screen]
                     self._evaluate(batches, lambda batch: self._remove_each(model, batch, removed, exact))
-                    idleness.score[removed] = exact.scores(agreed(exact.sums, self._device)).score[removed]
+                    measured = self._exact(exact)
+                    idleness.score[removed] = measured.score[removed]
+                    idleness.stderr[removed] = measured.stderr[removed]
                     idleness.exact[removed] = True
                 return idleness, loss
         finally:
             self.tuner.bank.observation = None
+
+    def _exact(self, window: IdlenessWindow) -> Idleness:
+        """Scores of prompts that were removed. Their standard errors are over batches."""
+        scores = window.scores(agreed(window.sums, self._device))
+        asked = self.config.significance > 0.0 and self.config.trigger != "always"
+        if asked and scores.images.max() < 2:
+            raise ValueError(
+                f"`significance={self.config.significance:g}` asks for standard errors, which exact scores have over "
+                "batches, but there is one batch. Give at least two score batches (the callback takes "
+                "`per_device_eval_batch_size` images for one), or set `significance=0.0`."
+            )
+        return scores
 
     def _evaluate(self, batches: Iterable[dict[str, Any]], loss_of: Callable[[dict[str, Any]], float]) -> float:
         """The mean over batches of a function that returns a batch's loss."""

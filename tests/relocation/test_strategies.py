@@ -231,6 +231,31 @@ def test_measuring_leaves_gradients_modes_and_random_numbers_alone():
     assert model.base_model.bank.observation is None
 
 
+def test_standard_errors_of_exact_scores_are_over_batches():
+    model, optimizer, _ = setup()
+    relocator = Relocator(model, RelocationConfig(idleness="exact", significance=2.0), score_batches=batches(3))
+    train_epoch(model, optimizer, relocator)
+    of_each_batch = [
+        Relocator(model, RelocationConfig(idleness="exact"), score_batches=[batch]).measure([batch])[0].score
+        for batch in batches(3)
+    ]
+    expected = torch.stack(of_each_batch).std(dim=0) / 3**0.5
+    torch.testing.assert_close(relocator.measure(batches(3))[0].stderr, expected, atol=1e-7, rtol=1e-4)
+    relocator.config = RelocationConfig(screen=2, significance=2.0)
+    screened, _ = relocator.measure(batches(3))
+    torch.testing.assert_close(screened.stderr[screened.exact], expected[screened.exact], atol=1e-7, rtol=1e-4)
+
+
+@pytest.mark.parametrize("config", [dict(idleness="exact"), dict(screen=2)])
+def test_one_batch_has_no_standard_errors_of_exact_scores(config):
+    model, optimizer, _ = setup()
+    config = RelocationConfig(**config, significance=2.0)
+    relocator = Relocator(model, config, optimizer, score_batches=batches(1))
+    train_epoch(model, optimizer, relocator)
+    with pytest.raises(ValueError, match=r"there is one batch\. Give at least two score batches"):
+        relocator.relocate()
+
+
 def test_exact_needs_batches():
     with pytest.raises(ValueError, match="Pass `score_batches` to the `Relocator` or `score_dataset` to the callback"):
         Relocator(tiny.prompted(tiny.make("vit")), RelocationConfig(idleness="exact"))
