@@ -1,14 +1,16 @@
 """The statistics of the benchmarks, by hand."""
 
+import argparse
 import sys
 
 import cost
+import offline
 import pytest
 import tasks
 import torch
 from adjustments import variance_components
-from common import peak_memory, starting_prompts
-from methods import print_tables
+from common import append_lines, peak_memory, starting_prompts
+from methods import print_tables, read_runs, relocation_settings
 from scipy import ndimage
 
 
@@ -23,23 +25,64 @@ def test_variance_components():
 
 
 def test_table_of_accuracies(capsys):
-    def runs(**accuracies):
-        costs = {"num_trainable_params": 1000, "file_size": 4000, "accelerator_memory_max": 2e6}
+    def runs(parameters=1000, **accuracies):
+        costs = {"num_trainable_params": parameters, "file_size": 4000, "accelerator_memory_max": 2e6}
         return [{"seed": int(seed[1:]), "test_accuracy": value, **costs} for seed, value in accuracies.items()]
 
     chosen = {
         ("vpt-deep", "a"): runs(s0=10.0, s1=20.0),
-        ("vpt-deep", "b"): runs(s1=40.0),
+        ("vpt-deep", "b"): runs(s1=40.0, parameters=4000),
         ("lora", "a"): runs(s0=11.0, s1=24.0),
+        ("linear", "a"): runs(s0=9.0, s1=16.0),
+        ("linear", "b"): runs(s0=50.0, s1=43.0),
     }
-    print_tables(chosen, {"first": ["a", "b"], "second": ["a"]}, ("lora", "vpt-deep"))
+    print_tables(chosen, {"first": ["a", "b"], "second": ["a"]}, ("lora", "linear", "vpt-deep"))
     output = capsys.readouterr().out.splitlines()
     # 10 and 20: 15, with a standard deviation of 50^0.5 and an error of 5. Both tasks of the first group have seed 1.
     accuracies = "15.00 ± 5.00 (2) | 40.00 (1) | 30.00 (1) | 15.00 ± 5.00 (2) | 25.00 (1)"
-    assert output[3] == f"| vpt-deep | {accuracies} | 1,000 | 4 | 2 |"
+    # A mean over two tasks of the costs, though one has two runs.
+    assert output[4] == f"| vpt-deep | {accuracies} | 2,500 | 4 | 2 |"
     assert output[2] == "| lora | 17.50 ± 6.50 (2) |  |  | 17.50 ± 6.50 (2) |  | 1,000 | 4 | 2 |"
+    assert output[6] == "Test accuracy less VPT-Deep's of the same task and seed, in points:"
     # 1 and 4 points.
-    assert output[-1] == "lora - vpt-deep: +2.50 ± 1.50 points (2 pairs)"
+    assert output[10] == "| lora | +2.50 ± 1.50 (2) |  |  | +2.50 ± 1.50 (2) |  | +2.50 ± 1.50 (2) |"
+    # -1 and -4 points, and 3: on seed 1 half a point less on the first group. All pairs: -2 / 3, variance 12.33.
+    assert output[11] == (
+        "| linear | -2.50 ± 1.50 (2) | +3.00 (1) | -0.50 (1) | -2.50 ± 1.50 (2) | -2.25 (1) | -0.67 ± 2.03 (3) |"
+    )
+
+
+def test_runs_of_a_preset_that_has_changed_are_left_out(tmp_path):
+    run = {"method": "pro-vpt-default", "prune_share": None, "epochs": 1}
+    changed = relocation_settings("pro-vpt-default", None) | {"settle": 0.9}
+    lines = [
+        run | {"relocation": relocation_settings("pro-vpt-default", None), "seed": 0, "train_loss": float("nan")},
+        run | {"relocation": changed, "seed": 1},
+        run | {"method": "linear", "relocation": None, "seed": 2},
+        run | {"method": "linear", "relocation": None, "seed": 3, "epochs": 2},
+        {"method": "pro-vpt-A", "prune_share": 0.2, "epochs": 1, "seed": 4}
+        | {"relocation": relocation_settings("pro-vpt-A", 0.2)},
+    ]
+    append_lines(tmp_path / "results.jsonl", lines)
+    found = read_runs(tmp_path / "results.jsonl", {"epochs": 1})
+    assert [line["seed"] for line in found] == [0, 2, 4]
+    # JSON as the standard has it.
+    assert found[0]["train_loss"] is None
+
+
+def test_runs_on_other_images_are_not_mixed(tmp_path):
+    args = argparse.Namespace(
+        output=tmp_path / "results.jsonl", train_images=800, validation_images=200, image_size=28
+    )
+    seen = {"task": "digits", "seed": 0, "train_images": 800, "validation_images": 200, "image_size": 28}
+    append_lines(args.output, [seen | {"data_hash": "another"}])
+    with pytest.raises(SystemExit, match="has runs on other images of digits, seed 0"):
+        offline.run("linear", "digits", 0, (1e-3, None), args)
+
+
+def test_a_task_has_too_few_images():
+    with pytest.raises(ValueError, match=r"A task of 1797 images cannot give 1700 training and 97 validation images"):
+        tasks.load("digits", 28, train=1700, validation=97)
 
 
 @pytest.mark.parametrize(

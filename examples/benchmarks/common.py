@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import re
 import statistics
 import sys
@@ -218,7 +219,12 @@ def append_lines(path: Path, lines: list[dict[str, Any]]) -> None:
     """Add results to a file of JSON lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
-        file.writelines(json.dumps(line) + "\n" for line in lines)
+        file.writelines(json.dumps({k: _plain(v) for k, v in line.items()}) + "\n" for line in lines)
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no number for the loss of a run that diverged."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # Options that are whole numbers.

@@ -133,6 +133,11 @@ def _normalised(pictures: torch.Tensor) -> torch.Tensor:
 def _split(everything: Split, counts: tuple[int, int, int], seed: int) -> list[Split]:
     """Disjoint random parts; the last one takes what is left, at most as many as it counts."""
     train, validation, test = counts
+    if train + validation >= len(everything):
+        raise ValueError(
+            f"A task of {len(everything)} images cannot give {train} training and {validation} validation images and "
+            "any to test on. Ask for fewer."
+        )
     order = torch.randperm(len(everything), generator=torch.Generator().manual_seed(seed))
     parts = order.split([train, validation, len(order) - train - validation])
     return [everything[part[:limit]] for part, limit in zip(parts, (train, validation, test), strict=True)]

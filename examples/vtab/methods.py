@@ -7,6 +7,7 @@ import itertools
 import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from common import (
     make_relocator,
     mean_and_error,
     peak_memory,
+    read_lines,
     starting_prompts,
     train_epoch,
     with_lora,
@@ -98,6 +100,26 @@ def make_model(
     return get_peft_model(base, ProVPTConfig(num_prompts=counts, reserve=reserve, modules_to_save=["classifier"]))
 
 
+def relocation_config(method: str, prune_share: float | None) -> RelocationConfig | None:
+    """The settings of a method that relocates."""
+    if not method.startswith("pro-vpt-"):
+        return None
+    changes = {} if prune_share is None else {"prune_share": prune_share}
+    return RelocationConfig.preset(method.removeprefix("pro-vpt-"), **changes)
+
+
+def relocation_settings(method: str, prune_share: float | None) -> dict[str, Any] | None:
+    """The same as plain values. A run's own seed takes the place of its seed."""
+    config = relocation_config(method, prune_share)
+    return None if config is None else {k: v for k, v in asdict(config).items() if k != "seed"}
+
+
+def read_runs(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """The runs in a results file that have some settings, without those of presets that have changed since."""
+    lines = read_lines(path, settings)
+    return [r for r in lines if r.get("relocation") == relocation_settings(r["method"], r["prune_share"])]
+
+
 def make_method_relocator(
     method: str,
     model: torch.nn.Module,
@@ -107,15 +129,13 @@ def make_method_relocator(
     seed: int,
 ) -> Relocator | None:
     """The relocator of a method that has one."""
-    if not method.startswith("pro-vpt-"):
-        return None
-    changes = {} if prune_share is None else {"prune_share": prune_share}
-    config = RelocationConfig.preset(method.removeprefix("pro-vpt-"), **changes)
-    return make_relocator(config, model, optimizer, train, seed)
+    config = relocation_config(method, prune_share)
+    return None if config is None else make_relocator(config, model, optimizer, train, seed)
 
 
 def describe(
     method: str,
+    prune_share: float | None,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     batch: Split,
@@ -125,6 +145,7 @@ def describe(
 
     Args:
         method: What was trained.
+        prune_share: The share that (A) and (B) prune.
         model: The model. Its memory is measured in another training step, and in the scoring of a relocation.
         optimizer: Its optimizer.
         batch: The images of a step.
@@ -138,6 +159,8 @@ def describe(
             relocator.measure(relocator.score_batches)
 
     return {
+        "relocation": relocation_settings(method, prune_share),
+        "threads": torch.get_num_threads(),
         "num_trainable_params": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "file_size": file_bytes(model),
         "accelerator_memory_max": peak_memory(model, optimizer, step),
@@ -148,54 +171,72 @@ def describe(
     }
 
 
+def _cells(by_task: dict[str, dict[int, float]], groups: dict[str, Sequence[str]], form: str = ".2f") -> list[str]:
+    """Mean, standard error and number of seeds for each task, each group and the mean of groups, as text.
+
+    Args:
+        by_task: A number for each seed of each task.
+        groups: Tasks of each group. The means over tasks are of the seeds that all of them have.
+        form: Format of the mean.
+    """
+    by_group = {
+        group: {
+            seed: statistics.mean(by_task[task][seed] for task in of)
+            for seed in set.intersection(*(set(by_task[task]) for task in of))
+        }
+        for group, of in groups.items()
+    }
+    seeds = set.intersection(*(set(found) for found in by_group.values()))
+    overall = {seed: statistics.mean(found[seed] for found in by_group.values()) for seed in seeds}
+    return [
+        f"{mean_and_error(list(found.values()), form)} ({len(found)})" if found else ""
+        for found in (*by_task.values(), *by_group.values(), overall)
+    ]
+
+
 def print_tables(
     chosen: dict[tuple[str, str], list[dict[str, Any]]], groups: dict[str, Sequence[str]], methods: Sequence[str]
 ) -> None:
-    """Print test accuracies, mean and standard error over seeds, then the differences from VPT-Deep by pairs.
+    """Print a table of test accuracies and what the methods cost, then one of the differences from VPT-Deep. Numbers
+    are means over seeds with their standard errors.
 
     Args:
         chosen: The runs to show, by method and task.
-        groups: Tasks of each group, for group means and the mean of group means, over the seeds that all of the tasks
-            have.
+        groups: Tasks of each group, for group means and the mean of group means.
         methods: Methods in the order of the rows.
     """
     names = [task for group in groups.values() for task in group]
-    header = [*names, *groups, "mean of groups", "trained parameters", "file kB", "peak MB"]
-    print(f"| method | {' | '.join(header)} |\n|{' --- |' * (len(header) + 1)}")
-    for method in methods:
-        rows = [line for (name, _), found in chosen.items() if name == method for line in found]
-        if not rows:
+    accuracies = {
+        method: {task: {r["seed"]: r["test_accuracy"] for r in chosen.get((method, task), [])} for task in names}
+        for method in methods
+    }
+    header = [*names, *groups, "mean of groups"]
+    costs = {
+        "trained parameters": ("num_trainable_params", 1),
+        "file kB": ("file_size", 1e3),
+        "peak MB": ("accelerator_memory_max", 1e6),
+    }
+    print(f"| method | {' | '.join([*header, *costs])} |\n|{' --- |' * (len(header) + len(costs) + 1)}")
+    for method, by_task in accuracies.items():
+        if not any(by_task.values()):
             continue
-        by_task = {task: {r["seed"]: r["test_accuracy"] for r in chosen.get((method, task), [])} for task in names}
-        # The same seeds for all tasks of a group.
-        by_group = {
-            group: {
-                seed: statistics.mean(by_task[task][seed] for task in of)
-                for seed in set.intersection(*(set(by_task[task]) for task in of))
-            }
-            for group, of in groups.items()
-        }
-        seeds = set.intersection(*(set(found) for found in by_group.values()))
-        overall = {seed: statistics.mean(found[seed] for found in by_group.values()) for seed in seeds}
-        cells = [
-            f"{mean_and_error(list(found.values()))} ({len(found)})" if found else ""
-            for found in (*by_task.values(), *by_group.values(), overall)
-        ]
-        for name, scale in (("num_trainable_params", 1), ("file_size", 1e3), ("accelerator_memory_max", 1e6)):
-            cells.append(f"{statistics.mean(row[name] for row in rows) / scale:,.0f}")
+        cells = _cells(by_task, groups)
+        run = [task for task, found in by_task.items() if found]
+        for name, scale in costs.values():
+            # The mean over tasks, whatever the number of their runs.
+            of_task = [statistics.mean(r[name] for r in chosen[method, task]) for task in run]
+            cells.append(f"{statistics.mean(of_task) / scale:,.0f}")
         print(f"| {method} | {' | '.join(cells)} |")
 
-    print("\nDifference of test accuracies, same task and seed, mean ± standard error of the runs")
-    accuracies = {
-        (method, task, line["seed"]): line["test_accuracy"]
-        for (method, task), found in chosen.items()
-        for line in found
-    }
-    for method in methods:
-        differences = [
-            accuracy - accuracies["vpt-deep", task, seed]
-            for (name, task, seed), accuracy in accuracies.items()
-            if name == method != "vpt-deep" and ("vpt-deep", task, seed) in accuracies
-        ]
-        if len(differences) >= 2:
-            print(f"{method} - vpt-deep: {mean_and_error(differences, '+.2f')} points ({len(differences)} pairs)")
+    print("\nTest accuracy less VPT-Deep's of the same task and seed, in points:\n")
+    print(f"| method | {' | '.join([*header, 'all pairs'])} |\n|{' --- |' * (len(header) + 2)}")
+    for method, by_task in accuracies.items():
+        baseline = accuracies["vpt-deep"]
+        differences = {
+            task: {seed: value - baseline[task][seed] for seed, value in found.items() if seed in baseline[task]}
+            for task, found in by_task.items()
+        }
+        pairs = [value for found in differences.values() for value in found.values()]
+        if pairs and method != "vpt-deep":
+            cells = [*_cells(differences, groups, "+.2f"), f"{mean_and_error(pairs, '+.2f')} ({len(pairs)})"]
+            print(f"| {method} | {' | '.join(cells)} |")

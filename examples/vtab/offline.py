@@ -1,7 +1,7 @@
 """Seven small tasks in the manner of VTAB-1k that need no hub: does it help, and against what?
 
     python examples/vtab/offline.py                          # runs what is missing in results/offline.jsonl
-    python examples/vtab/offline.py --report                 # prints the table of what is there
+    python examples/vtab/offline.py --report --device cpu    # prints the tables of what is there
     python examples/vtab/offline.py --tasks count --methods vpt-deep pro-vpt-default --seeds 0
     python examples/vtab/offline.py --tasks count --methods vpt-deep pro-vpt-default --num_prompts 25
 
@@ -9,8 +9,9 @@ The tasks are those of `examples/benchmarks/tasks.py`, the backbone is the demo'
 results file, so a sweep that was stopped goes on where it was; several processes may share a file if each takes tasks
 of its own. All methods have the same recipe: AdamW, cosine decay, and a learning rate from the same grid. The first
 seed runs the whole grid, its validation accuracy chooses a rate for each method and task (and the share that (A) and
-(B) prune), and the other seeds run that one. The tables show the chosen runs only: one for `--num_prompts`, and one of
-the accuracy over all numbers of prompts a block that were run, which is drawn as well.
+(B) prune), and the other seeds run that one. Every line has its run's test accuracy, but nothing is chosen by it, and
+the tables show the chosen runs only: one for `--num_prompts`, and one of the accuracy over all numbers of prompts a
+block whose grid is complete, which is drawn as well.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from methods import (
     make_method_relocator,
     make_model,
     print_tables,
+    read_runs,
     setting_of,
 )
 from pictures import BLUE, VERMILLION, plt, save
@@ -68,6 +70,15 @@ def run(method: str, task_name: str, seed: int, setting: Setting, args: argparse
     """Train and test once. Returns the line of the results; accuracies in percent."""
     learning_rate, prune_share = setting
     task = tasks.load(task_name, args.image_size, args.train_images, args.validation_images, seed)
+    data_hash = tasks.data_hash(task)
+    # Other versions of a package may draw or split otherwise.
+    sizes = ("train_images", "validation_images", "image_size")
+    same_data = {"task": task_name, "seed": seed} | {name: getattr(args, name) for name in sizes}
+    if {line["data_hash"] for line in read_lines(args.output, same_data)} - {data_hash}:
+        raise SystemExit(
+            f"{args.output} has runs on other images of {task_name}, seed {seed}, than those that are made here, "
+            f"{data_hash}. Name another file with --output."
+        )
     model = make_model(
         method, task.num_labels, args.num_prompts, args.epochs, prune_share, seed, args.model_name_or_path
     ).to(args.device)
@@ -90,14 +101,14 @@ def run(method: str, task_name: str, seed: int, setting: Setting, args: argparse
         "test_accuracy": 100 * tasks.evaluate(model, task.test)[1],
         "train_time": seconds,
         "images_per_second": args.epochs * len(task.train) / seconds,
-        "data_hash": tasks.data_hash(task),
-        **describe(method, model, optimizer, task.train[:BATCH_SIZE], relocator),
+        "data_hash": data_hash,
+        **describe(method, prune_share, model, optimizer, task.train[:BATCH_SIZE], relocator),
     }
 
 
 def finished(args: argparse.Namespace) -> list[dict[str, Any]]:
     """The runs in the results file that followed the protocol."""
-    return read_lines(args.output, protocol(args))
+    return read_runs(args.output, protocol(args))
 
 
 def best_setting(method: str, task: str, lines: list[dict[str, Any]], args: argparse.Namespace) -> Setting | None:
@@ -179,7 +190,9 @@ def main() -> None:
         "--methods", nargs="+", default=METHODS[:5], choices=METHODS, help=f"default: {' '.join(METHODS[:5])}"
     )
     parser.add_argument("--tasks", nargs="+", default=list(tasks.TASKS), choices=tasks.TASKS, help="default: all")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="seeds (default: 0 1 2)")
+    parser.add_argument(
+        "--seeds", nargs="+", type=int, default=[0, 1, 2], help="the first one searches (default: 0 1 2)"
+    )
     parser.add_argument("--learning_rates", nargs="+", type=float, default=LEARNING_RATES, help="default: 1e-3 3e-3")
     parser.add_argument("--prune_shares", nargs="+", type=float, default=PRUNE_SHARES, help="default: 0.1 to 0.9")
     parser.add_argument("--pictures", type=Path, default=Path("docs/images"), help="folder of the picture")
@@ -189,6 +202,8 @@ def main() -> None:
         for seed in args.seeds:
             for method, task, _, setting in tqdm(missing(seed, args), desc=f"seed {seed}"):
                 append_lines(args.output, [run(method, task, seed, setting, args)])
+    if not finished(args):
+        raise SystemExit(f"{args.output} has no run with {protocol(args)}.")
     print_tables(chosen_runs(args), GROUPS, METHODS)
     compare_numbers(args)
 

@@ -1,23 +1,26 @@
 """VTAB-1k and FGVC as in the paper, from a local folder or a data set repository of the Hub.
 
     python examples/vtab/vtab.py --root vtab-1k --model_name_or_path google/vit-base-patch16-224-in21k
-    python examples/vtab/vtab.py --root vtab-1k --model_name_or_path google/vit-base-patch16-224-in21k --report
-    python examples/vtab/vtab.py --suite fgvc --root fgvc --methods vpt-deep pro-vpt-default
+    python examples/vtab/vtab.py --model_name_or_path google/vit-base-patch16-224-in21k --report
+    python examples/vtab/vtab.py --suite fgvc --root fgvc --model_name_or_path google/vit-base-patch16-224-in21k
     python examples/vtab/vtab.py --hub_dataset OWNER/NAME --model_name_or_path google/vit-base-patch16-224-in21k
 
 Layout of VTAB-1k: a folder for each task with images and the lists `train800.txt`, `val200.txt`, `train800val200.txt`
 and `test.txt`, one `path label` a line. Layout of FGVC: a folder for each task with images and the lists `train.json`,
-`val.json` and `test.json`, each a map from path to class. Paths are relative to the task's folder. A repository of the
-Hub has the same layout; the folders of the tasks that are asked for are downloaded to its cache. A task that is
-missing is named and left out.
+`val.json` and `test.json`, each a map from path to class, as VPT has them. Paths are relative to the task's folder, or
+to `images` or `Images` in it; classes may be counted from any number and with gaps. A repository of the Hub has the
+same layout; the folders of the tasks that are asked for are downloaded to its cache. A task that is missing is named
+and left out.
 
-The protocol is the paper's: a grid of base learning rates and weight decays is searched on the validation split,
-then the best setting is trained on all training images (VTAB-1k: 1,000; FGVC: the training split) with each seed and
+The protocol is the paper's: a grid of base learning rates and weight decays is searched on the validation split, then
+the best setting is trained on all training images (VTAB-1k: 1,000; FGVC: the training split) with each seed and
 tested. SGD with momentum 0.9, learning rate base_lr * batch / 256. VPT has a cosine schedule and batch 64 from 100
-prompts on, else 128; PRO-VPT a constant rate and batch 64. `vpt-deep-constant` is VPT-Deep under PRO-VPT's recipe,
-so that a margin is not the schedule's. VTAB-1k is resized to 224 without augmentation, FGVC is cropped at random and
-mirrored. The whole grid is 40 trainings of 100 epochs for each method and task, nine times as many for (A) and (B),
-whose pruned share is searched as well; `--base_lrs`, `--weight_decays` and `--prune_shares` make it smaller.
+prompts on, else 128; PRO-VPT a constant rate and batch 64. `vpt-deep-constant` is VPT-Deep under PRO-VPT's recipe, so
+that a margin is not the schedule's. VTAB-1k is resized to 224 without augmentation. FGVC is cropped at random and
+mirrored to train; to evaluate, its images are cut to the middle square of 224/256 of the shorter side, as VPT does,
+since the paper does not say. The whole grid is 40 trainings of 100 epochs for each method and task, nine times as many
+for (A) and (B), whose pruned share is searched as well; `--base_lrs`, `--weight_decays` and `--prune_shares` make it
+smaller.
 
 Each training is one line of the results file, so a sweep that was stopped goes on where it was.
 """
@@ -56,6 +59,7 @@ from methods import (
     make_method_relocator,
     make_model,
     print_tables,
+    read_runs,
     setting_of,
 )
 
@@ -126,17 +130,18 @@ class FolderSplit:
         paths: The images.
         labels: Their classes, (B,).
         args: Image size, normalisation and workers.
-        augment: Crop at random (8 to 100 % of the area) and mirror every other one.
+        crop: Take a box at random (8 to 100 % of the area) and mirror every other one (`"random"`), take a square from
+            the middle (`"centre"`), or squeeze the whole image (None).
         keep: Keep the resized pixels in memory.
     """
 
     def __init__(
-        self, paths: Sequence[Path], labels: torch.Tensor, args: argparse.Namespace, augment: bool, keep: bool
+        self, paths: Sequence[Path], labels: torch.Tensor, args: argparse.Namespace, crop: str | None, keep: bool
     ) -> None:
         self.paths = paths
         self.labels = labels
         self.size = args.image_size
-        self.augment = augment
+        self.crop = crop
         self.keep = keep
         self.kept: dict[int, torch.Tensor] = {}
         self.mean, self.std = (torch.tensor(v).view(3, 1, 1) for v in NORMALIZATIONS[args.normalization])
@@ -152,7 +157,7 @@ class FolderSplit:
 
     def __getitem__(self, index: slice | Sequence[int] | torch.Tensor) -> tasks.Split:
         numbers = torch.arange(len(self))[index].tolist()
-        draws = self.rng.random((len(numbers), 5)) if self.augment else [None] * len(numbers)
+        draws = self.rng.random((len(numbers), 5)) if self.crop == "random" else [None] * len(numbers)
         pixels = torch.stack(list(self.pool.map(self._read, numbers, draws)))
         return tasks.Split((pixels.float() / 255 - self.mean) / self.std, self.labels[numbers])
 
@@ -163,7 +168,9 @@ class FolderSplit:
             picture = file.convert("RGB")
         box, mirror = None, False
         if draw is not None:
-            box, mirror = _crop(picture.size, draw), draw[4] < 0.5
+            box, mirror = _random_box(picture.size, draw), draw[4] < 0.5
+        elif self.crop == "centre":
+            box = _middle(picture.size)
         picture = picture.resize((self.size, self.size), Image.Resampling.BILINEAR, box=box)
         if mirror:
             picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
@@ -173,7 +180,15 @@ class FolderSplit:
         return pixels
 
 
-def _crop(size: tuple[int, int], draw: np.ndarray) -> tuple[float, float, float, float]:
+def _middle(size: tuple[int, int]) -> tuple[float, float, float, float]:
+    """The square in the middle that is left of an image whose shorter side is resized to 256 when 224 are cut out."""
+    width, height = size
+    side = min(size) * 224 / 256
+    left, top = (width - side) / 2, (height - side) / 2
+    return left, top, left + side, top + side
+
+
+def _random_box(size: tuple[int, int], draw: np.ndarray) -> tuple[float, float, float, float]:
     """A random box of 8 to 100 % of the area and an aspect ratio of 3/4 to 4/3, as large as fits, from four numbers in
     0 … 1."""
     width, height = size
@@ -196,7 +211,10 @@ def read_list(path: Path) -> tuple[list[Path], list[int]]:
         pairs = list(json.loads(path.read_text()).items())
     else:
         pairs = [line.rsplit(maxsplit=1) for line in path.read_text().splitlines() if line.strip()]
-    paths = [path.parent / name for name, _ in pairs]
+    # VPT's lists of CUB and NABirds leave `images` out, that of the dogs `Images`.
+    folders = [path.parent / name for name in ("", "images", "Images")]
+    folder = next((f for f in folders if pairs and (f / pairs[0][0]).exists()), path.parent)
+    paths = [folder / name for name, _ in pairs]
     missing = next((image for image in paths if not image.exists()), None)
     if missing is not None:
         raise MissingTask(f"{path} names {missing}, which is not there")
@@ -231,22 +249,22 @@ def load(suite: str, task: str, args: argparse.Namespace) -> list[FolderSplit]:
     num_labels, num_test, _ = specification(suite, task)
     folder = folder_of(task, args)
     found = [read_list(folder / name) for name in FILES[suite]]
-    # FGVC's classes are counted from 1 in some lists.
-    first = min(min(labels) for _, labels in found)
+    # FGVC's classes are counted from 1 in some lists, and have gaps.
+    classes = {label: number for number, label in enumerate(sorted({c for _, labels in found for c in labels}))}
     counts = [len(paths) for paths, _ in found]
     expected = [800, 200, 1000, num_test] if suite == "vtab-1k" else [*counts[:3], num_test]
-    classes = max(max(labels) for _, labels in found) - first + 1
-    if not args.any_size and (counts != expected or classes != num_labels):
+    if len(classes) > num_labels or (not args.any_size and (counts != expected or len(classes) != num_labels)):
         raise MissingTask(
-            f"{task} should have {expected} images of {num_labels} classes, but has {counts} of {classes}; "
-            "`--any_size` takes it all the same"
+            f"{task} should have {expected} images of {num_labels} classes, but has {counts} of {len(classes)}; "
+            "`--any_size` takes other numbers of images and fewer classes"
         )
     splits = []
     for part, (paths, labels) in enumerate(found):
         train = part in (0, 2)
-        augment = train and suite == "fgvc"
+        crop = None if suite == "vtab-1k" else "random" if train else "centre"
         keep = part < 3 and suite == "vtab-1k"
-        splits.append(FolderSplit(paths, torch.tensor(labels) - first, args, augment, keep))
+        numbers = torch.tensor([classes[label] for label in labels])
+        splits.append(FolderSplit(paths, numbers, args, crop, keep))
     if {line["data_hash"] for line in read_lines(args.output, {"suite": suite, "task": task})} - {data_hash(splits)}:
         raise MissingTask(f"{args.output} has runs on other splits of {task}; `--output` names another file")
     return splits
@@ -319,7 +337,7 @@ def run(
         "train_time": seconds,
         "images_per_second": args.epochs * len(split) / seconds,
         "data_hash": data_hash(splits),
-        **describe(plain, model, optimizer, split[:batch_size], relocator),
+        **describe(plain, prune_share, model, optimizer, split[:batch_size], relocator),
     }
 
 
@@ -339,7 +357,7 @@ def protocol(args: argparse.Namespace) -> dict[str, Any]:
 def finished(method: str, task: str, split: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """The runs of a method on a task in the results file that followed the protocol."""
     wanted = {"method": method, "task": task, "split": split, "num_prompts": prompts_of(task, args)}
-    return read_lines(args.output, wanted | protocol(args))
+    return read_runs(args.output, wanted | protocol(args))
 
 
 def best_setting(method: str, task: str, args: argparse.Namespace) -> Setting | None:
@@ -379,7 +397,7 @@ def report(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = results_parser(__doc__, "vtab", checkpoint=True, device=True, epochs=100, image_size=224)
     parser.add_argument("--suite", choices=SUITES, default="vtab-1k", help="default: vtab-1k")
-    source = parser.add_mutually_exclusive_group(required=True)
+    source = parser.add_mutually_exclusive_group()
     source.add_argument("--root", type=Path, help="folder of the tasks")
     source.add_argument("--hub_dataset", metavar="OWNER/NAME", help="data set of the Hub in the same layout")
     parser.add_argument("--revision", help="commit, tag or branch of the Hub's data set (default: main)")
@@ -389,7 +407,9 @@ def main() -> None:
         help=f"among {', '.join((*METHODS, CONSTANT))} (default: the first seven and {CONSTANT})",
     )  # fmt: skip
     parser.add_argument("--tasks", nargs="+", help="folders of the tasks (default: all of the suite)")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="seeds (default: 0 1 2)")
+    parser.add_argument(
+        "--seeds", nargs="+", type=int, default=[0, 1, 2], help="the first one searches (default: 0 1 2)"
+    )
     parser.add_argument("--base_lrs", nargs="+", type=float, default=BASE_LRS, help="default: the paper's 10")
     parser.add_argument("--weight_decays", nargs="+", type=float, default=WEIGHT_DECAYS, help="default: the paper's 4")
     parser.add_argument("--prune_shares", nargs="+", type=float, default=PRUNE_SHARES, help="default: 0.1 to 0.9")
@@ -403,6 +423,8 @@ def main() -> None:
     if unknown:
         parser.error(f"{args.suite} has no {unknown}, its tasks are {', '.join(known)}")
     if not args.report:
+        if args.root is None and args.hub_dataset is None:
+            parser.error("name the data with --root or --hub_dataset")
         for task in args.tasks or known:
             try:
                 splits = load(args.suite, task, args)
