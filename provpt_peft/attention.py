@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .backbones import BackboneFamily, resolve
+from .backbones import FAMILIES, BackboneFamily, resolve
 from .prompts import KeptKeys, Observation, PromptBank, moments_of
 
 
@@ -67,6 +67,9 @@ class PromptedBlock:
         # runs again where a checkpointed block does.
         sees_images = self.norm if family.norm_first else block
         self._hook = sees_images.register_forward_pre_hook(self._count_images) if family.windowed else None
+        # A description may be wrong: an attention that does its own arithmetic would leave the prompts out.
+        self.reached = False
+        self._check = block.register_forward_hook(self._check_reached) if family not in FAMILIES else None
 
     def remove(self) -> None:
         """Take the prompts out of the block and make its attention what it was."""
@@ -75,11 +78,20 @@ class PromptedBlock:
             self.attention.__dict__.pop("forward", None)
         else:
             self.attention.config = self.config
-        if self._hook is not None:
-            self._hook.remove()
+        for hook in (self._hook, self._check):
+            if hook is not None:
+                hook.remove()
 
     def _count_images(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self.images = args[0].shape[0]
+
+    def _check_reached(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not self.reached and not torch.compiler.is_compiling():
+            raise ValueError(
+                "The attention of a described `backbone` has to call transformers' attention registry with its "
+                f"`config`, but {self.family.attention!r} of {self.family.block}, a {type(self.attention).__name__}, "
+                "did its own arithmetic, which leaves the prompts out. Let it call `ALL_ATTENTION_FUNCTIONS`."
+            )
 
     def _attend_by_registry(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The `forward` of an attention module that does its own arithmetic, while there are prompts in it.
@@ -185,12 +197,13 @@ class PromptedBlock:
     def _state(self, adapter: str, key: torch.Tensor) -> tuple[Any, ...] | None:
         """What the prompts' keys and values are made of, as memory addresses and PyTorch's counts of changes.
 
-        None where these do not tell: for tensors of other libraries and those made in inference mode. What they do
-        not tell anywhere is writing through `.data` or NumPy, other settings of the norm, and hooks on norm or
+        None where these do not tell: for tensors of other libraries and those made in inference mode, and while there
+        are gradients, since the step of a fused optimizer that they announce is not counted. What they do not tell
+        anywhere is writing through `.data` or NumPy, other settings of the norm, and hooks on norm or
         projections: the next call of `train()` or `eval()` makes up for it.
         """
         sources = self._sources(adapter)
-        if any(type(t) not in (nn.Parameter, torch.Tensor) or t.is_inference() for t in sources):
+        if any(type(t) not in (nn.Parameter, torch.Tensor) or t.is_inference() or t.grad is not None for t in sources):
             return None
         autocast = torch.is_autocast_enabled(key.device.type)
         return key.dtype, key.device, autocast, *((t.data_ptr(), t._version) for t in sources)
@@ -221,6 +234,8 @@ def prompted_attention(
         Output (B * W, T, H, d), and the attention weights (B * W, H, T, T + n) where the implementation gives them.
     """
     block: Any = module.provpt_block
+    if not torch.compiler.is_compiling():
+        block.reached = True
     adapter = block.bank.enabled_adapter
     if adapter is not None and not block.keep_dropout:
         kwargs["dropout"] = 0.0

@@ -157,11 +157,13 @@ def find_blocks(model: nn.Module, description: dict | None = None) -> list[tuple
         The blocks, and the family of each.
 
     Raises:
-        ValueError: If there is no block to be found, or if a described block lacks one of its parts.
+        ValueError: If there is no block to be found, or if a described block lacks one of its parts or has others.
     """
     families = FAMILIES if description is None else (BackboneFamily(**{"name": "described", **description}),)
     found = list(_matches(model, families))
     if found:
+        if description is not None:
+            _check_parts(*found[0])
         return found
 
     if description is not None:
@@ -182,6 +184,20 @@ def find_blocks(model: nn.Module, description: dict | None = None) -> list[tuple
         f"PROVPT needs transformer blocks that it knows, but found none in {type(model).__name__}. "
         f"Known families: {known}. {_DESCRIBE_YOUR_OWN}"
     )
+
+
+def _check_parts(block: nn.Module, family: BackboneFamily) -> None:
+    """Check that the described parts of a block can do what prompts need."""
+    attention, norm = resolve(block, family.attention), resolve(block, family.norm)
+    for part, path, module, needed in (
+        ("attention", family.attention, attention, "config"),
+        ("norm", family.norm, norm, "weight"),
+    ):
+        if getattr(module, needed, None) is None:
+            raise ValueError(
+                f"The `{part}` in `backbone` has to be a module with a `{needed}`, but {path!r} of {family.block}, a "
+                f"{type(module).__name__}, has none. {_DESCRIBE_YOUR_OWN}"
+            )
 
 
 def _matches(model: nn.Module, families: tuple[BackboneFamily, ...]) -> Iterator[tuple[nn.Module, BackboneFamily]]:

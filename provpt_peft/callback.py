@@ -14,6 +14,7 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 import torch
+from peft.utils import CONFIG_NAME
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, ExportableState
@@ -237,9 +238,10 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         # The best model is an earlier one, and knows no later relocations.
-        # transformers finds that of the adapter `default` only.
+        # transformers finds that of the adapter `default` only. A checkpoint of a model around ours has no config.
         best = state.best_model_checkpoint if args.load_best_model_at_end else None
-        if best is not None and self._running.adapter_name == "default" and os.path.isdir(best):
+        named = self._running.adapter_name == "default"
+        if best is not None and named and os.path.isfile(os.path.join(best, CONFIG_NAME)):
             self._adapter_config.training = ProVPTConfig.from_pretrained(best).training
 
     @property

@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         options.function(options)
     except (ValueError, ImportError, OSError) as error:
-        print(f"provpt {options.command}: {error}", file=sys.stderr)
+        print(_printable(f"provpt {options.command}: {error}"), file=sys.stderr)
         return 1
     return 0
 
@@ -76,7 +76,7 @@ def describe(adapter: Adapter) -> str:
         "labels": f"{len(labels)}: {named}" if labels else "none",
         "prompts": f"{sum(counts)} in {where}" + (f", {undistributed} in none" if undistributed else ""),
         "parameters": f"{parameters:,} that were trained",
-        "relocations": f"{run.num_moves} moves in {run.epochs} epochs" if run.epochs else "not known",
+        "relocations": f"{run.num_moves} moves in {run.epochs} {run.periods}" if run.epochs else "not known",
         "made with": f"provpt_peft {config.provpt_version}",
     }
     rows |= {name: f"{value:g}" for name, value in run.metrics.items()}
@@ -86,9 +86,12 @@ def describe(adapter: Adapter) -> str:
     bars = [
         f"block {block:>2}  {'█' * round(count * scale):{_LONGEST}} {count}" for block, count in enumerate(counts, 1)
     ]
-    # Names come from the file: they shall not steer the terminal.
-    lines = ["".join(c if c.isprintable() else "?" for c in line) for line in lines]
-    return "\n".join([*lines, "", *bars])
+    return "\n".join([*map(_printable, lines), "", *bars])
+
+
+def _printable(line: str) -> str:
+    """A line in which names come from a file: they shall not steer the terminal."""
+    return "".join(c if c.isprintable() else "?" for c in line)
 
 
 def _plot(options: argparse.Namespace) -> None:

@@ -14,6 +14,9 @@ from .backbones import check_description
 from .version import __version__
 
 
+_PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
+
+
 @dataclass
 class ProVPTConfig(PeftConfig):
     """Configuration of relocatable deep visual prompts.
@@ -42,8 +45,12 @@ class ProVPTConfig(PeftConfig):
             Description of a backbone that is not among the known families: the keyword arguments of
             [`~provpt_peft.backbones.BackboneFamily`].
         id2label (`dict[int, str]`, *optional*):
-            Label names, stored so that an adapter can be loaded without knowing the data set. Filled in from an image
-            classifier's own config when the adapter is put into it.
+            Label names, stored so that an adapter can be loaded without knowing the data set. By default those of an
+            image classifier's own config when the adapter is saved.
+        problem_type (`str`, *optional*):
+            What labels an image classifier has, as transformers names it: `"regression"`,
+            `"single_label_classification"` or `"multi_label_classification"`. By default that of the classifier's own
+            config when the adapter is saved.
         training (`dict`, *optional*):
             What is known of the adapter's training, for its model card and pictures of it: `relocation`, the settings
             of relocation; `history`, the records of the relocations; `epochs`; `metrics`, those of the last
@@ -79,6 +86,9 @@ class ProVPTConfig(PeftConfig):
     id2label: dict[int, str] | None = field(
         default=None,
         metadata={"help": "Label names, stored so that an adapter can be loaded without knowing the data set."},
+    )
+    problem_type: str | None = field(
+        default=None, metadata={"help": "What labels an image classifier has, as transformers names it."}
     )
     training: dict[str, Any] | None = field(
         default=None, metadata={"help": "What is known of the adapter's training. Filled in by itself."}
@@ -117,8 +127,21 @@ class ProVPTConfig(PeftConfig):
             )
         if self.backbone is not None:
             check_description(self.backbone)
+        if isinstance(self.modules_to_save, str):
+            raise ValueError(
+                f"`modules_to_save` must be a list of names, got the text {self.modules_to_save!r}. "
+                f"Give [{self.modules_to_save!r}]."
+            )
+        if self.problem_type not in (None, *_PROBLEM_TYPES):
+            raise ValueError(
+                f"`problem_type` must be one of {', '.join(_PROBLEM_TYPES)}, got {self.problem_type!r}. Leave it out "
+                "to store what the model's own config has."
+            )
         if self.id2label is not None:
             self.id2label = _with_int_keys(self.id2label)
+        # Not fields: they are not saved.
+        self._labels_given = self.id2label is not None
+        self._problem_type_given = self.problem_type is not None
 
     def _check_num_prompts(self) -> None:
         if isinstance(self.num_prompts, (list, tuple)):
@@ -151,14 +174,18 @@ class ProVPTConfig(PeftConfig):
         return self.num_prompts
 
     def remember_labels(self, model: nn.Module) -> None:
-        """Take the label names of an image classifier, unless the config has some already.
+        """Take label names and kind of labels of an image classifier, unless they were given.
 
         Args:
             model: The base model. One that is no image classifier has no label names worth keeping.
         """
-        if self.id2label is None and "ForImageClassification" in type(model).__name__:
-            names: Any = getattr(getattr(model, "config", None), "id2label", None)
-            self.id2label = dict(names) if names else None
+        config: Any = getattr(model, "config", None)
+        if config is None or "ForImageClassification" not in type(model).__name__:
+            return
+        if not self._labels_given:
+            self.id2label = dict(config.id2label) if config.id2label else None
+        if not self._problem_type_given:
+            self.problem_type = config.problem_type
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
         """Write `adapter_config.json`, and bring the model card up to date where an adapter's tensors are beside it.

@@ -6,6 +6,7 @@ checked before anything is made of it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -37,6 +38,12 @@ class Run:
     settings: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     logs: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def periods(self) -> str:
+        """What `epochs` counts: epochs, or periods of so many steps."""
+        every = self.settings.get("relocate_every")
+        return f"periods of {every} steps" if isinstance(every, int) else "epochs"
 
     @property
     def choices(self) -> list[Relocation]:
@@ -95,8 +102,13 @@ def run_of(config: ProVPTConfig, distribution: Sequence[int]) -> Run:
     if not 0 <= found["epochs"] <= _MOST_EPOCHS:
         raise ValueError(f"`training['epochs']` must be in 0 … {_MOST_EPOCHS}, got {found['epochs']}. Leave it out.")
     history = [_record(record, len(distribution)) for record in found["history"]]
-    metrics = {str(name): value for name, value in found["metrics"].items() if isinstance(value, (int, float))}
+    metrics = {str(name): value for name, value in found["metrics"].items() if _is_number(value)}
     return Run(list(distribution), history, found["epochs"], found["relocation"], metrics)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value is a number that a float can hold, which JSON's numbers need not be."""
+    return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
 
 
 def _of_type(name: str, value: Any, kind: type) -> Any:
@@ -121,10 +133,10 @@ def _record(record: Any, num_blocks: int) -> Relocation:
                 f"{'' if last is None else f' to {last}'}, got {value!r:.80}. Leave `training` out."
             )
     for name in ("idleness", "idleness_stderr", "loss_before", "loss_after", "reward"):
-        if not isinstance(values.get(name), (int, float, type(None))):
+        if values.get(name) is not None and not _is_number(values[name]):
             raise ValueError(f"`{name}` of a relocation must be a number, got {values[name]!r:.80}.")
     means = values.get("block_idleness", [])
-    numbers = isinstance(means, list) and all(isinstance(mean, (int, float, type(None))) for mean in means)
+    numbers = isinstance(means, list) and all(mean is None or _is_number(mean) for mean in means)
     if not numbers or len(means) not in (0, num_blocks):
         raise ValueError(f"`block_idleness` must have a number for each of {num_blocks} blocks, got {means!r:.80}.")
     return Relocation(**values)

@@ -94,9 +94,13 @@ def load_image_classifier(
     settings: dict[str, Any] = {}
     if base_model is None and config.revision is not None:
         settings["revision"] = config.revision
-    if config.id2label is not None and not {"id2label", "num_labels"} & from_pretrained_kwargs.keys():
-        settings["id2label"] = config.id2label
-        settings["label2id"] = {label: index for index, label in config.id2label.items()}
+    # A config of the caller's own has these settings.
+    if "config" not in from_pretrained_kwargs:
+        if config.id2label is not None and not {"id2label", "num_labels"} & from_pretrained_kwargs.keys():
+            settings["id2label"] = config.id2label
+            settings["label2id"] = {label: index for index, label in config.id2label.items()}
+        if config.problem_type is not None:
+            settings["problem_type"] = config.problem_type
     settings |= from_pretrained_kwargs
     # Sizes that do not match are looked at below, where the adapter's own head is known.
     settings |= dict(ignore_mismatched_sizes=True, output_loading_info=True)
@@ -257,7 +261,7 @@ def _read_config(path: Path) -> ProVPTConfig:
     if unknown := sorted(settings.keys() - known):
         warnings.warn(
             f"{path}: settings that provpt_peft {__version__} does not know are ignored: {unknown}. The file was "
-            f"written by version {settings.get('provpt_version')}; upgrade with `pip install -U provpt-peft`.",
+            f"written by version {settings.get('provpt_version')!r:.40}; upgrade with `pip install -U provpt-peft`.",
             stacklevel=4,
         )
     try:
@@ -329,7 +333,8 @@ def _check_saved_modules(config: ProVPTConfig, tensors: dict[str, torch.Tensor])
         if _is_head(name) and tensors[name].shape[:1] != (len(config.id2label),):
             raise ValueError(
                 f"the head must have one output for each of the {len(config.id2label)} labels in {CONFIG_NAME}, got "
-                f"{name} of shape {tuple(tensors[name].shape)}."
+                f"{name!r} of shape {tuple(tensors[name].shape)}. Give each class a name in `id2label` there, or in "
+                "the model's own config before the adapter is saved."
             )
 
 

@@ -140,7 +140,6 @@ class ProVPTModel(BaseTuner):
         trainable = {} if first else {p: p.requires_grad for p in self.parameters()}
         if first:
             self._install(model, found)
-        config.remember_labels(model)
         self.bank.add_adapter(adapter_name, distribution, config.reserve, config.prompt_dropout, config.shallow)
         try:
             super().inject_adapter(model, adapter_name, *args, **kwargs)
@@ -280,6 +279,8 @@ class ProVPTModel(BaseTuner):
             model=model, config=config, adapter_name=adapter_name, state_dict=state_dict, **kwargs
         )
         cls._check_tensors(model, adapter_name, selected)
+        # The config is written after the tensors. transformers sets the kind of labels in the first training step.
+        config.remember_labels(next(module for module in model.modules() if isinstance(module, ProVPTModel)).model)
         return selected
 
     @classmethod

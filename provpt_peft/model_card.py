@@ -35,7 +35,12 @@ from PIL import Image
 model, image_processor, labels = provpt_peft.load_image_classifier({arguments})  # this folder, or its Hub id
 image = Image.new("RGB", (224, 224))  # or Image.open("photo.jpg")
 logits = model(**image_processor(image, return_tensors="pt")).logits
-print(labels[logits.argmax(-1).item()])"""
+{result}"""
+_RESULTS = {
+    "multi_label_classification": "print([labels[index] for index in (logits[0] > 0).nonzero()[:, 0].tolist()])",
+    "regression": "print(logits[0].tolist())",
+}
+_ONE_LABEL = "print(labels[logits.argmax(-1).item()])"
 
 _TRANSFORMERS_SNIPPET = """\
 import provpt_peft
@@ -60,7 +65,7 @@ def update_model_card(
     """Write what belongs to this method into the `README.md` of an adapter's folder, or make one.
 
     PEFT writes a card for the default adapter only, into the folder above for others. It takes a base model's path for
-    a Hub id, which the Hub refuses: that is taken out of both. Nothing happens where the folder has no adapter's
+    a Hub id, which the Hub refuses: that is taken out of both. Nothing else happens where the folder has no adapter's
     tensors, and doing it twice changes nothing.
 
     Args:
@@ -69,12 +74,14 @@ def update_model_card(
         auto_mapping: PEFT's name and module of the base model's class, by default what the config has.
     """
     folder = Path(folder)
-    distribution = _saved_distribution(folder, config)
-    if distribution is None:
-        return
     path = folder / _CARD_NAME
     card = ModelCard.load(path) if path.is_file() else _new_card(config)
-    _drop_local_base_model(card)
+    dropped = _drop_local_base_model(card)
+    distribution = _saved_distribution(folder, config)
+    if distribution is None:
+        if dropped and path.is_file():
+            card.save(path)
+        return
     data: Any = card.data
     data.tags = sorted({*(data.tags or []), *TAGS})
     try:
@@ -176,19 +183,21 @@ def _training(run: Run) -> list[str]:
     if run.epochs:
         default = asdict(RelocationConfig())
         changed = {name: value for name, value in run.settings.items() if value != default.get(name)}
+        settings = _code(json.dumps(changed)[1:-1]) if changed else "the default"
         parts.append(
-            f"The prompts were relocated while they were trained: {run.num_moves} moves in {run.epochs} epochs, with "
-            f"the settings of `RelocationConfig` ({_inline(json.dumps(changed)[1:-1]) or 'the default'})."
+            f"The prompts were relocated while they were trained: {run.num_moves} moves in {run.epochs} "
+            f"{run.periods}, with the settings of `RelocationConfig` ({settings})."
         )
     if run.metrics:
-        rows = [f"| {_inline(name.removeprefix('eval_'))} | {value:.4g} |" for name, value in run.metrics.items()]
+        rows = [f"| {_code(name.removeprefix('eval_'))} | {value:.4g} |" for name, value in run.metrics.items()]
         parts += ["## The last evaluation", "\n".join(["| | |", "| --- | --- |", *rows])]
     return parts
 
 
-def _inline(text: str) -> str:
-    """Text of a file's, which shall not end the line or the cell that it is in."""
-    return "".join(c if c.isprintable() and c not in "|`<>" else "?" for c in text)
+def _code(text: str) -> str:
+    """Text of a file's as code, which makes no links or pictures of it. It shall not end the code, the line or the
+    cell that it is in."""
+    return f"`{''.join(c if c.isprintable() and c not in '|`' else '?' for c in text) or '?'}`"
 
 
 def _draw(folder: Path, run: Run) -> bool:
@@ -206,7 +215,10 @@ def _draw(folder: Path, run: Run) -> bool:
 def _snippet(config: ProVPTConfig, auto_mapping: dict[str, str]) -> str:
     known = bool(config.base_model_name_or_path)
     if config.id2label is not None:
-        return _CLASSIFIER_SNIPPET.format(arguments='"."' if known else '".", base_model="path/to/the/base/model"')
+        return _CLASSIFIER_SNIPPET.format(
+            arguments='"."' if known else '".", base_model="path/to/the/base/model"',
+            result=_RESULTS.get(config.problem_type or "", _ONE_LABEL),
+        )
     base_class = auto_mapping.get("base_model_class", "model")
     if auto_mapping.get("parent_library", "").split(".")[0] == "transformers":
         base_model = "config.base_model_name_or_path" if known else '"path/to/the/base/model"'

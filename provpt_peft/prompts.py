@@ -83,6 +83,8 @@ class PromptBank(nn.Module, BaseTunerLayer):
         # A tuple hides the module from `nn.Module`, which would make it a child of the bank.
         self._reference = (reference,)
         self._rows: dict[str, list[torch.Tensor | None]] = {}
+        # PyTorch's count of changes of an adapter's buffer when `_rows` was read from it.
+        self._changes_read: dict[str, int | None] = {}
         # By adapter and block.
         self.kept: dict[tuple[str, int], KeptKeys] = {}
         self.observation: Observation | None = None
@@ -129,6 +131,7 @@ class PromptBank(nn.Module, BaseTunerLayer):
         self.dropout.pop(adapter_name, None)
         self.shallow.discard(adapter_name)
         self._rows.pop(adapter_name, None)
+        self._changes_read.pop(adapter_name, None)
         self.kept.clear()
         if self.observation is not None and self.observation.adapter_name == adapter_name:
             self.observation = None
@@ -141,6 +144,9 @@ class PromptBank(nn.Module, BaseTunerLayer):
 
     def rows(self, adapter_name: str, block: int) -> torch.Tensor | None:
         """Indices of the prompts in a block (0 … L), int64 of shape (n,), in ascending order. None if it has none."""
+        # Weight averaging, for one, writes into all buffers of a copy of the model.
+        if not torch.compiler.is_compiling() and self._changes_read[adapter_name] != self._changes(adapter_name):
+            self._index(adapter_name)
         return self._rows[adapter_name][block]
 
     def keeps(self) -> bool:
@@ -170,10 +176,11 @@ class PromptBank(nn.Module, BaseTunerLayer):
         return super().train(mode)
 
     def _index(self, adapter_name: str) -> None:
-        """Read an adapter's buffer into `rows`. Called after each change of the buffer, so that a forward pass neither
+        """Read an adapter's buffer into `rows`. Only done after a change of the buffer, so that a forward pass neither
         synchronises with the device nor has a shape that depends on data."""
         self.kept.clear()
         buffer = self.provpt_prompt_blocks[adapter_name]
+        self._changes_read[adapter_name] = self._changes(adapter_name)
         if buffer.device.type == "meta":
             return
         by_block: list[list[int]] = [[] for _ in range(self.num_blocks + 1)]
@@ -186,6 +193,11 @@ class PromptBank(nn.Module, BaseTunerLayer):
         for rows in self._rows[adapter_name]:
             if rows is not None:
                 mark_unbacked(rows, 0, min=1)
+
+    def _changes(self, adapter_name: str) -> int | None:
+        """How often an adapter's buffer was written to, where PyTorch counts it."""
+        buffer = self.provpt_prompt_blocks[adapter_name]
+        return None if buffer.is_inference() else buffer._version
 
     def _index_all(self, *args: object) -> None:
         for adapter_name in self.provpt_prompt_blocks:

@@ -124,7 +124,7 @@ def plot_distribution_over_time(source: Source) -> Figure:
                 "", (move.epoch + 0.5, move.block), (move.epoch + 0.5, move.from_block),
                 arrowprops={"arrowstyle": "->", "color": "white", "linewidth": 1.5},
             )  # fmt: skip
-    axes.set(xlabel="epoch", ylabel="block", title="Prompts in each block (arrows: moves)")
+    axes.set(xlabel=run.periods, ylabel="block", title="Prompts in each block (arrows: moves)")
     _whole_ticks(axes, epochs, num_blocks)
     figure.colorbar(image, ax=axes, label="prompts", ticks=MaxNLocator(integer=True))
     return figure
@@ -150,7 +150,7 @@ def plot_idleness(source: Source) -> Figure:
         table.numpy(), origin="lower", aspect="auto", cmap="PuOr", vmin=-largest, vmax=largest,
         extent=(0.5, epochs + 0.5, 0.5, len(table) + 0.5),
     )  # fmt: skip
-    axes.set(xlabel="epoch", ylabel="block", title="Mean idleness of a block's prompts", facecolor="lightgray")
+    axes.set(xlabel=run.periods, ylabel="block", title="Mean idleness of a block's prompts", facecolor="lightgray")
     _whole_ticks(axes, epochs, len(table))
     figure.colorbar(image, ax=axes, label="idleness (loss units; gray: not scored)")
     return figure

@@ -7,6 +7,7 @@ import torch
 import transformers
 from peft import get_peft_model
 from torch import nn
+from torch.nn import functional as F
 
 from provpt_peft import ProVPTConfig, RelocationConfig, Relocator, backbones
 from provpt_peft.backbones import FAMILIES, BackboneFamily
@@ -317,6 +318,44 @@ def test_described_backbone_that_is_not_there():
         tiny.prompted(tiny.make("vit"), backbone=MINE)
     with pytest.raises(ValueError, match=r"these do not: norm='norm_first'\. The block has \['attention'"):
         tiny.prompted(make_mine(), backbone=MINE | {"norm": "norm_first"})
+
+
+class OwnArithmetic(torch.nn.Module):
+    """An attention that never calls the registry, though it may have a config."""
+
+    def __init__(self, attention, config):
+        super().__init__()
+        self.k_proj, self.v_proj = attention.k_proj, attention.v_proj
+        if config:
+            self.config = attention.config
+
+    def forward(self, hidden_states, *args, **kwargs):
+        value = self.v_proj(hidden_states)
+        return F.scaled_dot_product_attention(hidden_states, self.k_proj(hidden_states), value), None
+
+
+def make_with_own_arithmetic(config):
+    model = make_mine()
+    for layer in model.vit.layers:
+        layer.attention = OwnArithmetic(layer.attention, config)
+    return model
+
+
+def test_described_attention_that_leaves_the_prompts_out():
+    prompted = tiny.prompted(make_with_own_arithmetic(config=True), backbone=MINE)
+    with pytest.raises(ValueError, match=r"'attention' of MyLayer, a OwnArithmetic, did its own arithmetic"):
+        prompted(pixel_values=tiny.images())
+    # Taken out again, it is nobody's business.
+    prompted.unload()(pixel_values=tiny.images())
+
+
+def test_described_parts_that_prompts_cannot_use():
+    model = make_with_own_arithmetic(config=False)
+    for _ in range(2):  # the model is then as it was
+        with pytest.raises(ValueError, match="with a `config`, but 'attention' of MyLayer, a OwnArithmetic, has none"):
+            tiny.prompted(model, backbone=MINE)
+    with pytest.raises(ValueError, match="with a `weight`, but 'mlp' of MyLayer, a ViTMLP, has none"):
+        tiny.prompted(make_mine(), backbone=MINE | {"norm": "mlp"})
 
 
 def test_list_of_prompts_has_one_number_for_each_block():

@@ -167,6 +167,24 @@ def test_best_model_is_loaded_with_its_distribution(tmp_path):
     assert model.base_model.prompt_distribution() == [3, 3, 3, 3]
 
 
+def test_best_checkpoint_of_a_model_around_the_adapter(tmp_path):
+    class Around(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = tiny.prompted(tiny.make("vit"))
+
+        def forward(self, pixel_values, labels=None):
+            return self.inner(pixel_values=pixel_values, labels=labels)
+
+    trainer, callback = make_trainer(
+        tmp_path, model=Around(), num_train_epochs=2, eval_strategy="epoch", save_strategy="epoch",
+        load_best_model_at_end=True, metric_for_best_model="loss",
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.best_model_checkpoint is not None
+    assert callback.relocator.epoch == 2
+
+
 def test_training_again_starts_afresh(tmp_path):
     trainer, callback = trained(tmp_path, num_train_epochs=2)
     first = callback.history

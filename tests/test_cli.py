@@ -62,7 +62,7 @@ def test_after_training(tmp_path, capsys):
     assert "![Prompts in each block](distribution.png)" in card
     assert f"{moved} moves in 4 epochs" in card
     assert '"trigger": "always"' in card
-    assert "| loss |" in card
+    assert "| `loss` |" in card
     assert (tmp_path / "adapter" / "distribution.png").is_file()
 
 

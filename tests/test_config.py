@@ -17,6 +17,7 @@ from provpt_peft import PPOConfig, ProVPTConfig, RelocationConfig
         (dict(prompt_dropout=1.0), r"`prompt_dropout` must be in \[0, 1\), got 1.0"),
         (dict(prompt_dropout=-0.1), r"`prompt_dropout` must be in \[0, 1\), got -0.1"),
         (dict(task_type="SEQ_CLS"), r"`task_type` names text tasks .* got 'SEQ_CLS'"),
+        (dict(modules_to_save="classifier"), r"`modules_to_save` must be a list .* 'classifier'. Give .'classifier'."),
         (dict(task_type="FEATURE_EXTRACTION"), r"`task_type` names text tasks"),
         (dict(backbone={"block": "MyLayer"}), r"missing: \['attention', 'key', 'norm', 'value'\], unknown: \[\]"),
     ],

@@ -156,16 +156,43 @@ def test_labels_are_remembered_from_an_image_classifier_only():
     config.remember_labels(model)
     assert config.id2label == NAMES
     assert config.id2label is not model.config.id2label
-    model.config.id2label = {0: "another"}
+    config = ProVPTConfig(id2label={0: "given"})
     config.remember_labels(model)
-    assert config.id2label == NAMES
+    assert config.id2label == {0: "given"}
 
 
-def test_labels_are_remembered_when_the_adapter_is_made(tmp_path):
+def test_labels_are_remembered_when_the_adapter_is_saved(tmp_path):
     model = tiny.make("vit")
+    prompted = tiny.prompted(model)
+    prompted.save_pretrained(tmp_path)
+    assert ProVPTConfig.from_pretrained(tmp_path).id2label == {0: "LABEL_0", 1: "LABEL_1", 2: "LABEL_2"}
     model.config.id2label = NAMES
-    tiny.prompted(model).save_pretrained(tmp_path)
+    prompted.save_pretrained(tmp_path)
     assert ProVPTConfig.from_pretrained(tmp_path).id2label == NAMES
+
+
+@pytest.mark.parametrize(
+    ("labels", "kind", "shown"),
+    [
+        (torch.tensor([0, 2]), "single_label_classification", "labels[logits.argmax(-1).item()]"),
+        (torch.tensor([[0.0, 1, 1], [1, 0, 0]]), "multi_label_classification", "(logits[0] > 0)"),
+    ],
+)
+def test_the_kind_of_labels_is_kept(tmp_path, base, labels, kind, shown):
+    prompted = tiny.prompted(transformers.AutoModelForImageClassification.from_pretrained(base))
+    # transformers tells it by the first labels.
+    prompted(pixel_values=tiny.images(2), labels=labels)
+    prompted.save_pretrained(tmp_path / "adapter")
+    model, _, _ = load_image_classifier(tmp_path / "adapter", base_model=base)
+    assert model.config.problem_type == kind
+    assert shown in (tmp_path / "adapter" / "README.md").read_text()
+    with pytest.raises(ValueError, match=r"`problem_type` must be one of regression, .* got 'other'"):
+        ProVPTConfig(problem_type="other")
+
+
+def test_a_config_of_the_caller_s_own(adapter, base):
+    config = transformers.AutoConfig.from_pretrained(base, id2label={0: "a", 1: "b", 2: "c"})
+    assert load_image_classifier(adapter, config=config).labels == {0: "a", 1: "b", 2: "c"}
 
 
 def test_labels_survive_json(tmp_path):
@@ -195,7 +222,7 @@ def test_saved_head_and_base_model_of_different_numbers_of_classes(tmp_path, bas
 
 def test_saved_head_and_labels_of_different_numbers_of_classes(adapter):
     change_config(adapter, id2label={0: "a", 1: "b"})
-    message = r"adapter_model.safetensors: the head .* each of the 2 labels in .*, got .*classifier\.\w+ of shape \(3,"
+    message = r"adapter_model.safetensors: .* each of the 2 labels in .*, got .*classifier\.\w+' of shape \(3,"
     for function in (check_adapter, load_image_classifier):
         with pytest.raises(ValueError, match=message):
             function(adapter)
@@ -447,15 +474,19 @@ def test_records_of_training_that_nobody_wrote(tmp_path, training, message):
 
 def test_records_of_newer_versions_pass(tmp_path, capsys):
     model = tiny.prompted(tiny.make("vit"), id2label={0: "a\x1b[31m", 1: "b", 2: "c"})
-    model.peft_config["default"].training = dict(epochs=2, history=[RECORD | dict(new=1)], metrics={"a|b": 0.5}, new=2)
+    model.peft_config["default"].training = dict(epochs=2, history=[RECORD | dict(new=1)], new=2)
+    model.peft_config["default"].training["relocation"] = {"relocate_every": 50}
+    model.peft_config["default"].training["metrics"] = {"a|b": 0.5, "![](http://x)": 1, "too large": 10**400}
     model.base_model.move_prompt(0, 4)
     model.save_pretrained(tmp_path)
     check_adapter(tmp_path)
     assert cli.main(["show", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    assert "1 moves in 2 epochs" in shown
+    assert "1 moves in 2 periods of 50 steps" in shown
     assert "\x1b" not in shown
-    assert "| a?b | 0.5 |" in (tmp_path / "README.md").read_text()
+    assert "too large" not in shown
+    assert "| `![](http://x)` | 1 |" in (tmp_path / "README.md").read_text()
+    assert "| `a?b` | 0.5 |" in (tmp_path / "README.md").read_text()
 
 
 def test_a_head_that_the_labels_do_not_fit_can_be_saved(tmp_path):

@@ -167,3 +167,17 @@ def test_moving_there_and_back_changes_nothing(seed):
         for prompt, block in enumerate(blocks.tolist()):
             tuner.move_prompt(prompt, block)
         assert torch.equal(model(pixel_values=tiny.images()).logits, before)
+
+
+def test_weight_averaging_that_writes_into_the_buffers():
+    model = tiny.unlike_fresh(tiny.prompted(tiny.make("vit")).eval())
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    averaged.update_parameters(model)
+    with torch.no_grad():
+        assert torch.equal(averaged(pixel_values=tiny.images()).logits, model(pixel_values=tiny.images()).logits)
+        model.base_model.move_prompt(0, 4)
+        averaged.update_parameters(model)
+        # The weights are the same, so their mean is but for rounding.
+        after = averaged(pixel_values=tiny.images()).logits
+        torch.testing.assert_close(after, model(pixel_values=tiny.images()).logits, atol=1e-5, rtol=1e-5)
+    assert averaged.module.base_model.prompt_distribution() == model.base_model.prompt_distribution()

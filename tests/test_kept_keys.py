@@ -52,6 +52,23 @@ def test_a_second_evaluation_projects_no_prompts(family):
     torch.testing.assert_close(other_size, anew(model, tiny.images(5)), atol=0, rtol=0)
 
 
+def test_a_fused_optimizer_s_step_is_noticed():
+    """It is not in PyTorch's count of changes, so nothing is kept between backward and step."""
+    model = prompted()
+    optimizer = torch.optim.AdamW([model.base_model.prompts()], lr=1.0, fused=True)
+    model(pixel_values=tiny.images(), labels=tiny.labels()).loss.backward()
+    before = evaluate(model)
+    optimizer.step()
+    after = evaluate(model)
+    assert not torch.allclose(before, after, atol=1e-3)
+    assert torch.equal(after, anew(model))
+    optimizer.zero_grad()
+    with counted(model) as passes:
+        evaluate(model)
+        evaluate(model)
+        assert passes() == 3
+
+
 @torch.no_grad()
 def add_to(parameter):
     parameter.add_(torch.randn_like(parameter))

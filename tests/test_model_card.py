@@ -1,5 +1,6 @@
 """The model card that saving an adapter writes."""
 
+import ast
 import re
 import socket
 
@@ -112,6 +113,24 @@ def test_snippet_of_a_classifier_runs_as_printed(tmp_path, base, monkeypatch, ca
     monkeypatch.chdir(folder)
     exec(snippet(folder), {})
     assert capsys.readouterr().out.strip() in NAMES.values()
+
+
+@pytest.mark.parametrize("problem_type", ["multi_label_classification", "regression"])
+def test_snippet_of_a_classifier_with_other_labels(tmp_path, base, monkeypatch, capsys, problem_type):
+    prompted(base, problem_type=problem_type).save_pretrained(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    exec(snippet(tmp_path), {})
+    found = ast.literal_eval(capsys.readouterr().out)
+    if problem_type == "regression":
+        assert len(found) == len(NAMES)
+        assert all(isinstance(value, float) for value in found)
+    else:
+        assert set(found) <= set(NAMES.values())
+
+
+def test_pickled_weights_have_a_card_without_the_base_model_s_path(tmp_path, base):
+    prompted(base).save_pretrained(tmp_path, safe_serialization=False)
+    assert "base_model" not in metadata(tmp_path)
 
 
 def test_snippet_of_a_bare_model_runs_as_printed(tmp_path, base, monkeypatch):

@@ -100,7 +100,7 @@ class Relocator:
         ```python
         >>> relocator = Relocator(model, RelocationConfig(), optimizer)
         >>> for epoch in range(epochs):
-        ...     relocator.relocate()
+        ...     relocator.relocate(progress=epoch / epochs)
         ...     for batch in loader:
         ...         loss = model(**batch).loss
         ...         loss.backward()
