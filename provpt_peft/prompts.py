@@ -33,6 +33,11 @@ def init_bound(patch_size: int | Sequence[int], hidden_size: int) -> float:
     return math.sqrt(6.0 / (3 * height * width + hidden_size))
 
 
+def _transformed() -> bool:
+    """Whether a transform of `torch.func` is at work."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 @dataclass
 class KeptKeys:
     """Keys and values of a block's prompts that are kept from one evaluation to the next.
@@ -83,8 +88,8 @@ class PromptBank(nn.Module, BaseTunerLayer):
         # A tuple hides the module from `nn.Module`, which would make it a child of the bank.
         self._reference = (reference,)
         self._rows: dict[str, list[torch.Tensor | None]] = {}
-        # PyTorch's count of changes of an adapter's buffer when `_rows` was read from it.
-        self._changes_read: dict[str, int | None] = {}
+        # The buffer that an adapter's `_rows` were read from, and PyTorch's count of its changes then.
+        self._read: dict[str, tuple[int, int | None]] = {}
         # By adapter and block.
         self.kept: dict[tuple[str, int], KeptKeys] = {}
         self.observation: Observation | None = None
@@ -131,7 +136,7 @@ class PromptBank(nn.Module, BaseTunerLayer):
         self.dropout.pop(adapter_name, None)
         self.shallow.discard(adapter_name)
         self._rows.pop(adapter_name, None)
-        self._changes_read.pop(adapter_name, None)
+        self._read.pop(adapter_name, None)
         self.kept.clear()
         if self.observation is not None and self.observation.adapter_name == adapter_name:
             self.observation = None
@@ -145,7 +150,8 @@ class PromptBank(nn.Module, BaseTunerLayer):
     def rows(self, adapter_name: str, block: int) -> torch.Tensor | None:
         """Indices of the prompts in a block (0 … L), int64 of shape (n,), in ascending order. None if it has none."""
         # Weight averaging, for one, writes into all buffers of a copy of the model.
-        if not torch.compiler.is_compiling() and self._changes_read[adapter_name] != self._changes(adapter_name):
+        readable = not (torch.compiler.is_compiling() or _transformed())
+        if readable and self._read[adapter_name] != self._state_of_buffer(adapter_name):
             self._index(adapter_name)
         return self._rows[adapter_name][block]
 
@@ -162,7 +168,7 @@ class PromptBank(nn.Module, BaseTunerLayer):
             self.kept.clear()
             return False
         captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-        transformed = torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+        transformed = _transformed() or forward_ad._current_level >= 0
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         return not (self.training or torch.jit.is_tracing() or captured or transformed or distributed)
 
@@ -180,7 +186,7 @@ class PromptBank(nn.Module, BaseTunerLayer):
         synchronises with the device nor has a shape that depends on data."""
         self.kept.clear()
         buffer = self.provpt_prompt_blocks[adapter_name]
-        self._changes_read[adapter_name] = self._changes(adapter_name)
+        self._read[adapter_name] = self._state_of_buffer(adapter_name)
         if buffer.device.type == "meta":
             return
         by_block: list[list[int]] = [[] for _ in range(self.num_blocks + 1)]
@@ -194,10 +200,10 @@ class PromptBank(nn.Module, BaseTunerLayer):
             if rows is not None:
                 mark_unbacked(rows, 0, min=1)
 
-    def _changes(self, adapter_name: str) -> int | None:
-        """How often an adapter's buffer was written to, where PyTorch counts it."""
+    def _state_of_buffer(self, adapter_name: str) -> tuple[int, int | None]:
+        """Which buffer it is, and how often it was written to where PyTorch counts it."""
         buffer = self.provpt_prompt_blocks[adapter_name]
-        return None if buffer.is_inference() else buffer._version
+        return id(buffer), None if buffer.is_inference() else buffer._version
 
     def _index_all(self, *args: object) -> None:
         for adapter_name in self.provpt_prompt_blocks:

@@ -181,3 +181,18 @@ def test_weight_averaging_that_writes_into_the_buffers():
         after = averaged(pixel_values=tiny.images()).logits
         torch.testing.assert_close(after, model(pixel_values=tiny.images()).logits, atol=1e-5, rtol=1e-5)
     assert averaged.module.base_model.prompt_distribution() == model.base_model.prompt_distribution()
+
+
+@torch.no_grad()
+def test_a_functional_call_with_other_blocks():
+    model = tiny.prompted(tiny.make("vit")).eval()
+    name = "base_model.bank.provpt_prompt_blocks.default"
+    blocks = model.state_dict()[name].clone()
+    blocks[0] = 4
+    inputs = {"pixel_values": tiny.images()}
+    before = model(**inputs).logits
+    moved = torch.func.functional_call(model, {name: blocks}, (), inputs).logits
+    assert torch.equal(model(**inputs).logits, before)
+    model.base_model.move_prompt(0, 4)
+    assert torch.equal(model(**inputs).logits, moved)
+    assert not torch.equal(before, moved)
