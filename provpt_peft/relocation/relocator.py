@@ -40,7 +40,8 @@ class Relocation:
         from_block: Block it was pruned from, 1 … L, or 0 if it came from the reserve.
         block: a*, block it was given to, 1 … L, or 0 if it was pruned for good.
         idleness: Its score when it was pruned, in loss units. None for a prompt from the reserve.
-        idleness_stderr: Standard error of that score over images.
+        idleness_stderr: Standard error of that score over images, or of an exact score over batches. None where there
+            are fewer than two.
         block_idleness: Mean score of each block's prompts at that time, L numbers; None where there are none.
         loss_before: Mean loss of the epoch before the move, on training images or on the score batches.
         loss_after: The same of the epoch after the move; None until it is known.
@@ -72,7 +73,7 @@ class _Pending:
 
 
 def _finite(record: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no number for what is not finite, such as the standard error of a single score."""
+    """JSON has no number for what is not finite."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
 
 
@@ -515,13 +516,14 @@ class Relocator:
 
     def _record(self, prompt: int, source: int, block: int, idleness: Idleness, loss: float) -> Relocation:
         scored = source != 0
+        stderr = idleness.stderr[prompt].item()
         return Relocation(
             epoch=self.epoch,
             prompt=prompt,
             from_block=source,
             block=block,
             idleness=idleness.score[prompt].item() if scored else None,
-            idleness_stderr=idleness.stderr[prompt].item() if scored else None,
+            idleness_stderr=stderr if scored and not math.isnan(stderr) else None,
             loss_before=loss,
         )
 
