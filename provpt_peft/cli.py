@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from . import __version__
+from .history import printable
 from .hub import PROMPTS, Adapter, read_adapter
 
 
@@ -53,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         options.function(options)
     except (ValueError, ImportError, OSError) as error:
-        print(_printable(f"provpt {options.command}: {error}"), file=sys.stderr)
+        print(printable(f"provpt {options.command}: {error}"), file=sys.stderr)
         return 1
     return 0
 
@@ -86,12 +87,7 @@ def describe(adapter: Adapter) -> str:
     bars = [
         f"block {block:>2}  {'█' * round(count * scale):{_LONGEST}} {count}" for block, count in enumerate(counts, 1)
     ]
-    return "\n".join([*map(_printable, lines), "", *bars])
-
-
-def _printable(line: str) -> str:
-    """A line in which names come from a file: they shall not steer the terminal."""
-    return "".join(c if c.isprintable() else "?" for c in line)
+    return "\n".join([*map(printable, lines), "", *bars])
 
 
 def _plot(options: argparse.Namespace) -> None:

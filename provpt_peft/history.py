@@ -106,6 +106,11 @@ def run_of(config: ProVPTConfig, distribution: Sequence[int]) -> Run:
     return Run(list(distribution), history, found["epochs"], found["relocation"], metrics)
 
 
+def printable(text: str, forbidden: str = "") -> str:
+    """Text that came with an adapter, without what a terminal would act on, and without some other characters."""
+    return "".join(c if c.isprintable() and c not in forbidden else "?" for c in text)
+
+
 def _is_number(value: Any) -> bool:
     """Whether a value is a number that a float can hold, which JSON's numbers need not be."""
     return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max

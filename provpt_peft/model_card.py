@@ -13,7 +13,7 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors import safe_open
 
 from .config import ProVPTConfig
-from .history import Run, run_of
+from .history import Run, printable, run_of
 from .hub import PROMPT_BLOCKS, distribution_of, is_hub_id
 from .relocation import RelocationConfig
 
@@ -197,7 +197,7 @@ def _training(run: Run) -> list[str]:
 def _code(text: str) -> str:
     """Text of a file's as code, which makes no links or pictures of it. It shall not end the code, the line or the
     cell that it is in."""
-    return f"`{''.join(c if c.isprintable() and c not in '|`' else '?' for c in text) or '?'}`"
+    return f"`{printable(text, forbidden='|`') or '?'}`"
 
 
 def _draw(folder: Path, run: Run) -> bool:

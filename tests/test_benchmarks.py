@@ -10,7 +10,7 @@ import tasks
 import torch
 from adjustments import variance_components
 from common import append_lines, peak_memory, starting_prompts
-from methods import print_tables, read_runs, relocation_settings
+from methods import print_tables, read_runs, relocation_config, relocation_settings
 from scipy import ndimage
 
 
@@ -54,14 +54,15 @@ def test_table_of_accuracies(capsys):
 
 def test_runs_of_a_preset_that_has_changed_are_left_out(tmp_path):
     run = {"method": "pro-vpt-default", "prune_share": None, "epochs": 1}
-    changed = relocation_settings("pro-vpt-default", None) | {"settle": 0.9}
+    present = relocation_settings(relocation_config("pro-vpt-default", None))
+    changed = present | {"settle": 0.9}
     lines = [
-        run | {"relocation": relocation_settings("pro-vpt-default", None), "seed": 0, "train_loss": float("nan")},
+        run | {"relocation": present, "seed": 0, "train_loss": float("nan")},
         run | {"relocation": changed, "seed": 1},
         run | {"method": "linear", "relocation": None, "seed": 2},
         run | {"method": "linear", "relocation": None, "seed": 3, "epochs": 2},
         {"method": "pro-vpt-A", "prune_share": 0.2, "epochs": 1, "seed": 4}
-        | {"relocation": relocation_settings("pro-vpt-A", 0.2)},
+        | {"relocation": relocation_settings(relocation_config("pro-vpt-A", 0.2))},
     ]
     append_lines(tmp_path / "results.jsonl", lines)
     found = read_runs(tmp_path / "results.jsonl", {"epochs": 1})

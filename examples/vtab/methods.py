@@ -108,16 +108,19 @@ def relocation_config(method: str, prune_share: float | None) -> RelocationConfi
     return RelocationConfig.preset(method.removeprefix("pro-vpt-"), **changes)
 
 
-def relocation_settings(method: str, prune_share: float | None) -> dict[str, Any] | None:
-    """The same as plain values. A run's own seed takes the place of its seed."""
-    config = relocation_config(method, prune_share)
+def relocation_settings(config: RelocationConfig | None) -> dict[str, Any] | None:
+    """The same as plain values, without the seed, which a run's line has."""
     return None if config is None else {k: v for k, v in asdict(config).items() if k != "seed"}
 
 
 def read_runs(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
     """The runs in a results file that have some settings, without those of presets that have changed since."""
     lines = read_lines(path, settings)
-    return [r for r in lines if r.get("relocation") == relocation_settings(r["method"], r["prune_share"])]
+    return [
+        line
+        for line in lines
+        if line.get("relocation") == relocation_settings(relocation_config(line["method"], line["prune_share"]))
+    ]
 
 
 def make_method_relocator(
@@ -135,7 +138,6 @@ def make_method_relocator(
 
 def describe(
     method: str,
-    prune_share: float | None,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     batch: Split,
@@ -145,7 +147,6 @@ def describe(
 
     Args:
         method: What was trained.
-        prune_share: The share that (A) and (B) prune.
         model: The model. Its memory is measured in another training step, and in the scoring of a relocation.
         optimizer: Its optimizer.
         batch: The images of a step.
@@ -159,7 +160,7 @@ def describe(
             relocator.measure(relocator.score_batches)
 
     return {
-        "relocation": relocation_settings(method, prune_share),
+        "relocation": relocation_settings(relocator.config if relocator is not None else None),
         "threads": torch.get_num_threads(),
         "num_trainable_params": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "file_size": file_bytes(model),

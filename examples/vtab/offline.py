@@ -102,7 +102,7 @@ def run(method: str, task_name: str, seed: int, setting: Setting, args: argparse
         "train_time": seconds,
         "images_per_second": args.epochs * len(task.train) / seconds,
         "data_hash": data_hash,
-        **describe(method, prune_share, model, optimizer, task.train[:BATCH_SIZE], relocator),
+        **describe(method, model, optimizer, task.train[:BATCH_SIZE], relocator),
     }
 
 

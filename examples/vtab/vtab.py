@@ -337,7 +337,7 @@ def run(
         "train_time": seconds,
         "images_per_second": args.epochs * len(split) / seconds,
         "data_hash": data_hash(splits),
-        **describe(plain, prune_share, model, optimizer, split[:batch_size], relocator),
+        **describe(plain, model, optimizer, split[:batch_size], relocator),
     }
 
 
