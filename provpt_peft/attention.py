@@ -52,8 +52,7 @@ class PromptedBlock:
         self.number = number
         self.keep_dropout = False
         self.images: int | None = None
-        self.norm = resolve(block, family.norm)
-        self.width = self.norm.weight.shape[-1]
+        self.width = resolve(block, family.norm).weight.shape[-1]
         self.attention = resolve(block, family.attention)
         self.attention.provpt_block = self
         if family.own_attention is not None:
@@ -63,10 +62,8 @@ class PromptedBlock:
             self.attention.config = copy.copy(self.config)
             # The public setter of `_attn_implementation` writes into sub-configs, which models share.
             self.attention.config._attn_implementation_internal = IMPLEMENTATION
-        # The attention of a windowed family cannot tell images from windows; the block's input is of images. A norm
-        # runs again where a checkpointed block does.
-        sees_images = self.norm if family.norm_first else block
-        self._hook = sees_images.register_forward_pre_hook(self._count_images) if family.windowed else None
+        sees_images = sees_images_first(block, family)
+        self._hook = None if sees_images is None else sees_images.register_forward_pre_hook(self._count_images)
         # A description may be wrong: an attention that does its own arithmetic would leave the prompts out.
         self.reached = False
         self._check = block.register_forward_hook(self._check_reached) if family not in FAMILIES else None
@@ -177,11 +174,12 @@ class PromptedBlock:
             prompts = torch.where(mask.bernoulli_(1 - rate), prompts / (1 - rate), 0.0)
         if observation is not None and observation.score == "taylor":
             prompts = _ObserveVectors.apply(prompts.expand(images, -1, -1), observation.columns(rows))
-        prompts = prompts.to(self.norm.weight.dtype)
-        normed = self.norm(prompts) if self.family.norm_first else prompts
+        norm, *projections = self._parts()
+        prompts = prompts.to(norm.weight.dtype)
+        normed = norm(prompts) if self.family.norm_first else prompts
         heads = (*normed.shape[:2], key.shape[1], key.shape[3])
         prompt_key, prompt_value = (
-            projection(normed).view(heads).transpose(1, 2).to(key.dtype) for projection in self._projections()
+            projection(normed).view(heads).transpose(1, 2).to(key.dtype) for projection in projections
         )
         if self.family.normalize_keys:
             prompt_key = F.normalize(prompt_key, dim=-1)
@@ -190,9 +188,10 @@ class PromptedBlock:
             bank.kept[adapter, self.number] = KeptKeys(state, prompt_key, prompt_value, storages)
         return rows, prompt_key, prompt_value
 
-    def _projections(self) -> tuple[nn.Module, nn.Module]:
-        """The key and the value projection, which may have been replaced since the block was made."""
-        return resolve(self.block, self.family.key), resolve(self.block, self.family.value)
+    def _parts(self) -> tuple[nn.Module, nn.Module, nn.Module]:
+        """The norm, the key and the value projection, which `modules_to_save` may have replaced."""
+        family = self.family
+        return resolve(self.block, family.norm), resolve(self.block, family.key), resolve(self.block, family.value)
 
     def _state(self, adapter: str, key: torch.Tensor) -> tuple[Any, ...] | None:
         """What the prompts' keys and values are made of, as memory addresses and PyTorch's counts of changes.
@@ -210,9 +209,16 @@ class PromptedBlock:
 
     def _sources(self, adapter: str) -> tuple[torch.Tensor, ...]:
         """The tensors that the prompts' keys and values are made of."""
-        modules = (self.norm, *self._projections())
-        tensors = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
+        tensors = (tensor for module in self._parts() for tensor in (*module.parameters(), *module.buffers()))
         return (self.bank.provpt_prompts[adapter], *tensors)
+
+
+def sees_images_first(block: nn.Module, family: BackboneFamily) -> nn.Module | None:
+    """The module whose input tells the number of images, which the attention of a windowed family cannot tell from
+    windows; None in other families. A norm runs again where a checkpointed block does."""
+    if not family.windowed:
+        return None
+    return resolve(block, family.norm) if family.norm_first else block
 
 
 def prompted_attention(

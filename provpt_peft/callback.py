@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, ExportableState
 from transformers.trainer_utils import SaveStrategy
+from transformers.utils import is_datasets_available
 
 from .config import ProVPTConfig
 from .relocation import Relocation, RelocationConfig, Relocator
@@ -116,7 +117,7 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
                 count = trainer._get_num_items_in_batch([batch], args.device)
                 return trainer.compute_loss(model, dict(batch), num_items_in_batch=count)
 
-        batches = self._score_batches(args, train_dataloader)
+        batches = self._score_batches(args, train_dataloader, trainer)
         self.relocator = Relocator(model, self.config, optimizer, batches, compute_loss)
         self._last_logged_step = state.global_step
         self._inside_epoch = False
@@ -175,9 +176,10 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         # The Trainer does not save its running loss, so what is not reported before a checkpoint is lost to a resume.
-        # With `save_strategy="best"` it decides to save after it has evaluated.
-        if control.should_save or (control.should_evaluate and args.save_strategy == SaveStrategy.BEST):
+        # Its first process saves the state of the relocator, for all of them.
+        if _may_save(args, control):
             control.should_log = True
+            self._running.pool()
         if self.config.relocate_every != "epoch" and state.global_step % int(self.config.relocate_every) == 0:
             # The loss is reported after this event, so the relocation waits for the next step.
             control.should_log = self._due = True
@@ -189,6 +191,8 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
         self._inside_epoch = False
         # Makes the Trainer report the exact mean loss since its last report, before it evaluates and saves.
         control.should_log = True
+        if _may_save(args, control):
+            self._running.pool()
         return control
 
     def on_log(
@@ -248,9 +252,14 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
     def _adapter_config(self) -> ProVPTConfig:
         return self._running.tuner.peft_config[self._running.adapter_name]
 
-    def _score_batches(self, args: TrainingArguments, train_dataloader: DataLoader | None) -> DataLoader | None:
+    def _score_batches(
+        self, args: TrainingArguments, train_dataloader: DataLoader | None, trainer: Trainer | None
+    ) -> DataLoader | None:
         """What scores are measured on; None for the training steps themselves."""
         dataset: Any = self.score_dataset
+        if trainer is not None and _is_of_datasets(dataset):
+            # As it does with its own data sets.
+            dataset = trainer._remove_unused_columns(dataset, "score")
         if dataset is None:
             if self.config.score_images == 0:
                 return None
@@ -297,6 +306,19 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
             if state.is_world_process_zero:
                 counts = self._running.tuner.prompt_distribution(self._running.adapter_name)
                 report_distribution(self._handler.callbacks, counts, state.global_step)
+
+
+def _may_save(args: TrainingArguments, control: TrainerControl) -> bool:
+    """Whether a checkpoint may be written after this event. The best one is known once it has been evaluated."""
+    return control.should_save or (control.should_evaluate and args.save_strategy == SaveStrategy.BEST)
+
+
+def _is_of_datasets(dataset: Any) -> bool:
+    if not is_datasets_available():
+        return False
+    import datasets
+
+    return isinstance(dataset, datasets.Dataset)
 
 
 def _refuse_wrappers(args: TrainingArguments) -> None:

@@ -139,8 +139,9 @@ class ProVPTConfig(PeftConfig):
             )
         if self.id2label is not None:
             self.id2label = _with_int_keys(self.id2label)
-        # Not fields: they are not saved.
-        self._labels_given = self.id2label is not None
+        # Not fields: they are not saved. transformers' own names are no names.
+        names = self.id2label or {}
+        self._labels_given = any(name != f"LABEL_{index}" for index, name in names.items())
         self._problem_type_given = self.problem_type is not None
 
     def _check_num_prompts(self) -> None:

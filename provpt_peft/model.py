@@ -14,7 +14,7 @@ from peft.utils import AuxiliaryTrainingWrapper
 from torch import nn
 from transformers.backbone_utils import BackboneMixin
 
-from .attention import PromptedBlock
+from .attention import PromptedBlock, sees_images_first
 from .backbones import BackboneFamily, find_blocks, resolve
 from .checkpointing import CheckpointInputs
 from .config import ProVPTConfig
@@ -134,6 +134,7 @@ class ProVPTModel(BaseTuner):
         self._check_adapter(model, adapter_name, config)
         found = find_blocks(model, config.backbone) if first else [(b.block, b.family) for b in self.blocks]
         distribution = config.start_distribution(len(found))
+        _check_modules_to_save(model, config.modules_to_save, found)
         if config.shallow:
             _check_shallow(model, *found[0])
 
@@ -159,13 +160,6 @@ class ProVPTModel(BaseTuner):
                 f"An adapter's name must not be part of the prefix '{PREFIX}', contain a dot or be the name of a "
                 f"module, got {adapter_name!r}: PEFT could not tell its tensors from others. Choose another name."
             )
-        names = [name for name, _ in model.named_modules()]
-        missing = [m for m in config.modules_to_save or () if not any(name.endswith(m) for name in names)]
-        if missing:
-            raise ValueError(
-                f"`modules_to_save` must name modules of the {type(model).__name__}, but it has none that ends with "
-                f"{missing}. Its last module is {names[-1]!r}; look at print(model) for the head's name."
-            )
         others = [other for name, other in self.peft_config.items() if name != adapter_name]
         if any(other.backbone != config.backbone for other in others):
             raise ValueError(
@@ -188,6 +182,11 @@ class ProVPTModel(BaseTuner):
         ]
         self.shallow = ShallowPrompts(self.blocks[0].block, self.blocks[-1].block, self.bank)
         self._checkpointing = CheckpointInputs(around, self.bank)
+
+    def _replace_module(self, parent: nn.Module, name: str, new: nn.Module, child: nn.Module) -> None:
+        """Put a module in the place of another. PEFT's own method also copies weights, which a head of several layers
+        has no single one of."""
+        setattr(parent, name, new)
 
     def _create_and_replace(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("PROVPT replaces no modules.")  # pragma: no cover, abstract in `BaseTuner`
@@ -316,10 +315,11 @@ class ProVPTModel(BaseTuner):
 
         As in PEFT, modules of `modules_to_save` are the active adapter's, and what was frozen stays frozen.
         """
+        model = super().unload()
         self._remove_blocks()
-        for parent, dropout in _random_modules(self.model):
+        for parent, dropout in _random_modules(model):
             dropout.training = parent.training
-        return super().unload()
+        return model
 
     def _remove_blocks(self) -> None:
         for block in self.blocks:
@@ -342,6 +342,30 @@ class ProVPTModel(BaseTuner):
 def _around(model: nn.Module, block: nn.Module) -> list[nn.Module]:
     """The modules that a block is in, from the model itself to the block."""
     return [module for module in model.modules() if any(part is block for part in module.modules())]
+
+
+def _check_modules_to_save(
+    model: nn.Module, suffixes: Sequence[str] | None, found: Sequence[tuple[nn.Module, BackboneFamily]]
+) -> None:
+    """PEFT trains copies of the modules whose names end so. Those of what prompts are hooked into would have copies of
+    the prompts as well."""
+    hooked = {resolve(block, family.attention) for block, family in found}
+    hooked |= {sees_images_first(block, family) for block, family in found}
+    modules = dict(model.named_modules())
+    for suffix in suffixes or ():
+        matches = [name for name in modules if name.endswith(suffix)]
+        if not matches:
+            raise ValueError(
+                f"`modules_to_save` must name modules of the {type(model).__name__}, but it has none that ends with "
+                f"{suffix!r}. Its last module is {list(modules)[-1]!r}; look at print(model) for the head's name."
+            )
+        around = [name for name in matches if hooked.intersection(modules[name].modules())]
+        if around:
+            raise ValueError(
+                "`modules_to_save` must not name attentions, first norms of windowed blocks, or what these are in, "
+                f"since prompts are hooked into them, but {suffix!r} names {around[0]!r}. Name parts of an attention, "
+                "such as its key projection, or other modules."
+            )
 
 
 def _check_shallow(model: nn.Module, block: nn.Module, family: BackboneFamily) -> None:

@@ -27,7 +27,10 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 def fixed_randomness(device: torch.device) -> Iterator[None]:
     """Seed the generators of Python, NumPy and PyTorch, and afterwards put them back to where they were."""
     python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    # `fork_rng` keeps the CPU's generator and those of devices that can have several, which MPS cannot.
+    mps = torch.mps.get_rng_state() if device.type == "mps" else None
+    devices = [] if device.type in ("cpu", "mps", "meta") else [device]
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
         random.seed(0)
         np.random.seed(0)
         torch.manual_seed(0)
@@ -36,3 +39,5 @@ def fixed_randomness(device: torch.device) -> Iterator[None]:
         finally:
             random.setstate(python)
             np.random.set_state(numpy)
+            if mps is not None:
+                torch.mps.set_rng_state(mps)

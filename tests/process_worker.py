@@ -21,6 +21,8 @@ from provpt_peft import RelocationTrainerCallback
 
 SCENARIOS = {
     "learning": dict(adapter=dict(prompt_dropout=0.1)),
+    # The same, from a checkpoint of its first process in the middle of the second epoch.
+    "resumed": dict(adapter=dict(prompt_dropout=0.1), resume_from=4),
     # Nothing but the placement of prompts and the policy changes.
     "frozen": dict(arguments=dict(learning_rate=0.0)),
     "accumulated": dict(arguments=dict(learning_rate=0.0, gradient_accumulation_steps=2)),
@@ -70,37 +72,49 @@ class Epochs(TrainerCallback):
         self.distributions.append(model.base_model.prompt_distribution())
 
 
-def train(scenario, folder, batch_size):
-    """Four epochs of 24 images. The outcome is JSON-able."""
+def make(scenario, folder, batch_size, **arguments):
+    """A trainer of four epochs of 24 images, its callback, and what notes what it did."""
     settings = SCENARIOS[scenario]
     model = tiny.prompted(tiny.make("vit"), **settings.get("adapter", {}))
     data, epochs = Images(), Epochs()
     # Scores of the training steps, which the processes have to add up, unless the scenario says otherwise.
     relocation = dict(idleness="gate", score_images=0, settle=0.0) | settings.get("relocation", {})
     callback = RelocationTrainerCallback(relocation, score_dataset=Images(6) if relocation["score_images"] else None)
-    arguments = dict(num_train_epochs=4, learning_rate=1e-2, ddp_find_unused_parameters=False)
+    defaults = dict(num_train_epochs=4, learning_rate=1e-2, ddp_find_unused_parameters=False, save_strategy="no")
     args = TrainingArguments(
-        str(folder), per_device_train_batch_size=batch_size, save_strategy="no", report_to="none", disable_tqdm=True,
-        seed=0, dataloader_pin_memory=False, use_cpu=True, **(arguments | settings.get("arguments", {})),
+        str(folder), per_device_train_batch_size=batch_size, report_to="none", disable_tqdm=True,
+        seed=0, dataloader_pin_memory=False, use_cpu=True, **(defaults | settings.get("arguments", {}) | arguments),
     )  # fmt: skip
     with fsdp_on_cpu():
         trainer = Trainer(model, args, train_dataset=data, eval_dataset=Images(4), callbacks=[callback, epochs])
-    trainer.train()
+    return trainer, callback, data, epochs
+
+
+def train(scenario, folder, batch_size):
+    """Train in a scenario. The outcome is JSON-able."""
+    step, checkpoint = SCENARIOS[scenario].get("resume_from"), None
+    if step is not None:
+        make(scenario, folder, batch_size, save_strategy="steps", save_steps=step)[0].train()
+        checkpoint = str(folder / f"checkpoint-{step}")
+        PartialState().wait_for_everyone()
+    trainer, callback, data, epochs = make(scenario, folder, batch_size)
+    trainer.train(resume_from_checkpoint=checkpoint)
     # The last evaluation leaves gathered copies.
     sharded = [module for module in trainer.model.modules() if hasattr(type(module), "reshard")]
     for module in sharded:
         module.reshard()
     trainer.save_model(str(folder / "adapter"))
-    prompts = model.base_model.prompts()
+    tuner = callback.relocator.tuner
+    prompts = tuner.prompts()
     moments = [prompts, *(m for m in trainer.optimizer.state[prompts].values() if m.shape == prompts.shape)]
     policy = callback.relocator.policy.ppo
     return {
-        "world_size": args.world_size,
+        "world_size": trainer.args.world_size,
         "sharded_modules": len(sharded),
         "local_shape": list((prompts.to_local() if sharded else prompts).shape),
         "seen": data.seen,
         "history": [asdict(record) for record in callback.history],
-        "prompt_blocks": model.base_model.prompt_blocks().tolist(),
+        "prompt_blocks": tuner.prompt_blocks().tolist(),
         "prompts": [(m.full_tensor() if sharded else m).tolist() for m in moments],
         "policy": [p.flatten().tolist() for net in (policy.actor, policy.critic) for p in net.parameters()],
         "distributions": epochs.distributions,

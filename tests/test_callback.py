@@ -4,6 +4,8 @@ import json
 import math
 from dataclasses import asdict
 
+import datasets
+import PIL.Image
 import pytest
 import tiny
 import torch
@@ -12,6 +14,7 @@ from training import STEPS_AN_EPOCH, Images, assert_equal, make_trainer, outcome
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from provpt_peft import RelocationConfig, RelocationTrainerCallback, Relocator
+from provpt_peft.modes import fixed_randomness
 from provpt_peft.reporting import report_distribution
 
 
@@ -414,6 +417,22 @@ def test_a_score_dataset_is_used_in_place_of_training_images(tmp_path):
     assert callback.history[0].loss_after == pytest.approx(loss, rel=1e-5)
 
 
+def test_a_score_dataset_loses_the_columns_that_the_trainer_does_not_use(tmp_path):
+    images = Images(6, seed=9)
+    columns = {"pixel_values": images.pixel_values.tolist(), "labels": images.labels.tolist()}
+    score_dataset = datasets.Dataset.from_dict(columns | {"image": [PIL.Image.new("RGB", (4, 4))] * 6})
+    score_dataset = score_dataset.cast_column("image", datasets.Image())
+    config = RelocationConfig(trigger="always", settle=0.0)
+    histories = []
+    for given in (images, score_dataset):
+        trainer, _ = make_trainer(tmp_path, callback=False, num_train_epochs=2)
+        callback = RelocationTrainerCallback(config, score_dataset=given)
+        trainer.add_callback(callback)
+        trainer.train()
+        histories.append(callback.history)
+    assert histories[0] == histories[1] != []
+
+
 def test_a_score_dataset_cannot_be_restored_and_the_error_says_so(tmp_path):
     settings = dict(callback=False, save_strategy="steps", save_steps=6, restore_callback_states_from_checkpoint=True)
 
@@ -514,6 +533,16 @@ def test_scores_are_of_the_loss_that_is_trained(tmp_path, how):
     expected = plain if how == "label smoothing" else plain**3
     (record,) = callback.history
     assert record.loss_after == pytest.approx(expected.item(), abs=1e-5)
+
+
+def test_apple_s_generator_is_put_back(monkeypatch):
+    """Without such a device: whatever `torch.manual_seed` does to its generator is undone."""
+    states = ["trained"]
+    monkeypatch.setattr("torch.mps.get_rng_state", lambda: states[-1])
+    monkeypatch.setattr("torch.mps.set_rng_state", states.append)
+    with fixed_randomness(torch.device("mps")):
+        states.append("seeded")
+    assert states == ["trained", "seeded", "trained"]
 
 
 def test_a_random_loss_is_the_same_each_time_and_leaves_the_generator_alone():

@@ -1,6 +1,7 @@
 import pytest
 
 from provpt_peft import PPOConfig, ProVPTConfig, RelocationConfig
+from provpt_peft.relocation.config import PRESETS
 
 
 @pytest.mark.parametrize(
@@ -73,6 +74,11 @@ def test_presets():
     paper = RelocationConfig.preset("paper", seed=7)
     assert (paper.idleness, paper.trigger, paper.significance, paper.reward) == ("taylor", "positive", 0.0, "paper")
     assert (paper.allocator, paper.ppo.discount, paper.ppo.worth_coef, paper.seed) == ("ppo", 1.0, 0.0, 7)
+    assert RelocationConfig.preset("paper", ppo={"ent_coef": 0.05}).ppo == PPOConfig(
+        discount=1.0, worth_coef=0.0, ent_coef=0.05
+    )
+    assert RelocationConfig.preset("paper", ppo=PPOConfig(ent_coef=0.05)).ppo == PPOConfig(ent_coef=0.05)
+    assert PRESETS["paper"]["ppo"] == {"discount": 1.0, "worth_coef": 0.0}
     with pytest.raises(ValueError, match="`name` must be one of default, paper, A, B, C, D, E, F, G, adding, got 'H'"):
         RelocationConfig.preset("H")
 

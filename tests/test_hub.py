@@ -171,6 +171,16 @@ def test_labels_are_remembered_when_the_adapter_is_saved(tmp_path):
     assert ProVPTConfig.from_pretrained(tmp_path).id2label == NAMES
 
 
+def test_names_that_a_file_has_beat_the_model_s_unless_they_are_none(tmp_path):
+    tiny.prompted(tiny.make("vit")).save_pretrained(tmp_path)
+    named = tiny.make("vit")
+    named.config.id2label = NAMES
+    PeftModel.from_pretrained(named, tmp_path, is_trainable=True).save_pretrained(tmp_path)
+    assert ProVPTConfig.from_pretrained(tmp_path).id2label == NAMES
+    PeftModel.from_pretrained(tiny.make("vit"), tmp_path, is_trainable=True).save_pretrained(tmp_path)
+    assert ProVPTConfig.from_pretrained(tmp_path).id2label == NAMES
+
+
 @pytest.mark.parametrize(
     ("labels", "kind", "shown"),
     [

@@ -136,7 +136,7 @@ CHANGES = {
     "prompts replaced": lambda model: replace_data(model.base_model.prompts()),
     "prompts replaced more than once": replace_data_until_the_address_is_the_first_again,
     "prompts behind the version": write_behind_the_version,
-    "norm": lambda model: add_to(block(model).norm.bias),
+    "norm": lambda model: add_to(block(model).block.layernorm_before.bias),
     "key projection": lambda model: add_to(block(model).attention.k_proj.weight),
     "value projection replaced": lambda model: replace_data(block(model).attention.v_proj.weight),
     "module replaced": lambda model: setattr(block(model).attention, "v_proj", torch.nn.Linear(32, 32)),

@@ -7,7 +7,9 @@ import pytest
 import tiny
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
+from prepended import prepend_prompts
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from provpt_peft import ProVPTConfig, Relocator
 
@@ -275,6 +277,14 @@ def test_unload_gives_the_base_model_back(family):
     model.unload()  # twice changes nothing
 
 
+def test_unload_with_a_head_of_several_layers():
+    base = tiny.make("vit")
+    base.classifier = nn.Sequential(nn.Linear(32, 16), nn.GELU(), nn.Linear(16, 3))
+    model = tiny.unlike_fresh(tiny.prompted(base).eval())
+    head = model.base_model.model.classifier.modules_to_save["default"]
+    assert model.unload().classifier is head
+
+
 def test_merging_is_refused_with_the_reason():
     model = tiny.prompted(tiny.make("vit"))
     for method in (model.merge_and_unload, model.merge_adapter, model.unmerge_adapter):
@@ -298,9 +308,39 @@ def test_disabling_nests_and_survives_exceptions():
 
 def test_names_of_modules_to_save_that_do_not_exist():
     model = tiny.make("vit")
-    with pytest.raises(ValueError, match=r"none that ends with \['head'\]. Its last module is 'classifier'"):
+    with pytest.raises(ValueError, match=r"none that ends with 'head'. Its last module is 'classifier'"):
         tiny.prompted(model, modules_to_save=["head"])
     assert torch.equal(logits(tiny.prompted(model)), logits(tiny.prompted(tiny.make("vit"))))
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "found"),
+    [
+        ("vit", "layers.3", "vit.layers.3"),
+        ("vit", "attention", "vit.layers.0.attention"),
+        ("vit", "vit", "vit"),
+        ("swin", "layernorm_before", "swin.encoder.layers.0.blocks.0.layernorm_before"),
+    ],
+)
+def test_modules_to_save_that_prompts_are_hooked_into(family, name, found):
+    model = tiny.make(family)
+    with pytest.raises(ValueError, match=f"hooked into them, but '{name}' names '{found}'. Name parts"):
+        tiny.prompted(model, modules_to_save=["classifier", name])
+    tiny.prompted(model)
+
+
+@pytest.mark.parametrize("parts", [["layernorm_before"], ["k_proj", "v_proj"]])
+def test_parts_that_prompts_pass_through_may_be_trained(tmp_path, parts):
+    model = trained(modules_to_save=["classifier", *parts])
+    ours = logits(model)
+    tuner, copied = model.base_model, copy.deepcopy(model)
+    model.save_pretrained(tmp_path)
+    torch.testing.assert_close(logits(PeftModel.from_pretrained(tiny.make("vit"), tmp_path).eval()), ours)
+    plain = copied.unload()
+    undo = prepend_prompts(tiny.blocks(plain), tuner.prompts(), tuner.prompt_blocks())
+    torch.testing.assert_close(ours, logits(plain), rtol=1e-5, atol=1e-5)
+    undo()
+    assert (ours - logits(plain)).abs().max() > 1e-2
 
 
 def test_failure_inside_peft_leaves_the_model_as_it_was(monkeypatch):

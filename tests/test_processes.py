@@ -57,7 +57,7 @@ def assert_close(history, expected):
         assert record == pytest.approx(other, rel=0, abs=1e-6)
 
 
-@pytest.mark.parametrize("scenario", process_worker.SCENARIOS)
+@pytest.mark.parametrize("scenario", [s for s in process_worker.SCENARIOS if s != "resumed"])
 def test_processes_agree(outcomes, scenario):
     first, second = outcomes[scenario]
     assert first["world_size"] == second["world_size"] == 2
@@ -77,6 +77,14 @@ def test_two_processes_give_the_history_of_one(outcomes, tmp_path, scenario):
     one, (two, _) = process_worker.train(scenario, tmp_path, batch_size=8), outcomes[scenario]
     assert two["prompt_blocks"] == one["prompt_blocks"]
     assert_close(two["history"], one["history"])
+
+
+def test_a_resumed_run_has_the_scores_of_all_processes(outcomes):
+    """The checkpoint is inside the epoch: the first process wrote the scores of two steps of its second epoch."""
+    for resumed, whole in zip(outcomes["resumed"], outcomes["learning"], strict=True):
+        assert len(resumed["seen"]) < len(whole["seen"])
+        assert resumed["prompt_blocks"] == whole["prompt_blocks"]
+        assert_close(resumed["history"], whole["history"])
 
 
 def test_a_block_without_prompts(outcomes):

@@ -161,13 +161,16 @@ class RelocationConfig:
 
         Args:
             name: One of `PRESETS`.
-            changes: Settings to change.
+            changes: Settings to change. A dict of some settings of `ppo` leaves the others as the preset has them.
 
         Raises:
             ValueError: If there is no such preset, or a value is out of its range.
         """
         _check_choice("name", name, tuple(PRESETS))
-        return cls(**(PRESETS[name] | changes))
+        preset = PRESETS[name]
+        if isinstance(changes.get("ppo"), dict):
+            changes["ppo"] = preset.get("ppo", {}) | changes["ppo"]
+        return cls(**(preset | changes))
 
 
 IDLENESS = ("fisher", "gate", "taylor", "exact", "norm", "random")

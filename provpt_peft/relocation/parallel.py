@@ -48,6 +48,12 @@ def refuse_wrapper(name: str) -> None:
         )
 
 
+def num_processes() -> int:
+    """How many processes train together."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if distributed else 1
+
+
 def summed(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The sum of all processes' values, on the CPU. `device` is one that the processes can exchange tensors on."""
     return _exchanged(values, device, lambda tensor: torch.distributed.all_reduce(tensor))
@@ -59,7 +65,7 @@ def agreed(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _exchanged(values: torch.Tensor, device: torch.device, exchange: Callable[[torch.Tensor], Any]) -> torch.Tensor:
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if num_processes() == 1:
         return values
     on_device = values.to(device)
     exchange(on_device)

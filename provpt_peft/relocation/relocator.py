@@ -18,7 +18,7 @@ from ..prompts import Observation, moments_of
 from .allocation import Choice, Situation, make_policy
 from .config import RelocationConfig
 from .idleness import Idleness, IdlenessWindow
-from .parallel import agreed, refuse_wrapper, reshard, summed, whole, write_row
+from .parallel import agreed, num_processes, refuse_wrapper, reshard, summed, whole, write_row
 from .serialization import from_json, to_json
 
 
@@ -94,8 +94,9 @@ class Relocator:
 
     Raises:
         ValueError: If the model has no PROVPT adapter, or is wrapped for several devices in a way that hides its
-            prompts or scores. DistributedDataParallel and FSDP version 2 are supported. Or if the config asks for
-            exact scores and there are no score batches.
+            prompts or scores. DistributedDataParallel and FSDP version 2 are supported. If its prompts are not
+            trained. Or if the config asks for exact scores and there are no score batches, or for prompts of a reserve
+            and there is none.
 
     Example:
         ```python
@@ -136,15 +137,17 @@ class Relocator:
         self.model = model
         self.tuner = tuner
         self.config = config if config is not None else RelocationConfig()
-        if self.config.idleness == "exact" and score_batches is None:
+        if score_batches is None and (self.config.idleness == "exact" or self.config.screen):
             raise ValueError(
-                "Exact scores are measured on batches of their own, but none were given. Pass `score_batches` to the "
-                "`Relocator` or `score_dataset` to the callback, or choose another `idleness`."
+                '`idleness="exact"` and `screen` measure exact scores on batches of their own, but none were given. '
+                "Pass `score_batches` to the `Relocator`; for the callback, set `score_images` above 0 or pass "
+                "`score_dataset`."
             )
         self.optimizer = optimizer
         self.score_batches = score_batches
         self.compute_loss = compute_loss or (lambda model, batch: model(**batch).loss)
         self.adapter_name = tuner.active_adapters[0]
+        self._check_adapter()
         self.history: list[Relocation] = []
         self.metrics: dict[str, float] = {}
         self.epoch = 0
@@ -160,7 +163,26 @@ class Relocator:
         self._pending: list[_Pending] = []
         # Steps since the last relocation.
         self._step = 0
+        self._turns_without_steps = 0
         self._observe_next_step()
+
+    def _check_adapter(self) -> None:
+        prompts = self.tuner.prompts(self.adapter_name)
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        stepped = any(parameter is prompts for group in groups for parameter in group["params"])
+        if not prompts.requires_grad or (self.optimizer is not None and not stepped):
+            where = "are not in the optimizer" if prompts.requires_grad else "are frozen"
+            raise ValueError(
+                f"Relocation needs prompts that are trained, but those of the adapter {self.adapter_name!r} {where}. "
+                "Load an adapter with `is_trainable=True`, and make the optimizer after it, of all parameters with "
+                "`requires_grad`."
+            )
+        distributed = (self.tuner.prompt_blocks(self.adapter_name) != 0).all()
+        if self.config.adjust == "add" and distributed and not self.tuner.peft_config[self.adapter_name].reserve:
+            raise ValueError(
+                '`adjust="add"` gives the prompts of a reserve to blocks, but the adapter has none. Make it with '
+                "`ProVPTConfig(num_prompts=…, reserve=…)`."
+            )
 
     # ---- while training ---------------------------------------------------------------------------------------------
 
@@ -168,7 +190,8 @@ class Relocator:
         """Take in what the backward passes of one optimizer step have reported. Call it before `optimizer.step()`.
 
         Moves nothing. Gradient accumulation, clipping and `zero_grad` do not matter to it. A step that a gradient
-        scaler is about to skip because of an overflow counts for nothing, nor does one of another adapter.
+        scaler is about to skip because of an overflow counts for nothing, nor does one of another adapter. While
+        accelerate's `accumulate` holds the optimizer back, only the loss is taken in.
 
         Args:
             loss: The step's loss, the mean over its images, not scaled. Without it, call `record_loss`.
@@ -177,15 +200,23 @@ class Relocator:
         """
         if self.tuner.bank.enabled_adapter != self.adapter_name:
             return
+        accumulation = getattr(self.optimizer, "gradient_state", None)
+        held_back = accumulation is not None and not accumulation.sync_gradients
+        if not held_back and not self._take_moments(loss_scale):
+            return
+        if loss is not None:
+            self.record_loss(loss.item() if isinstance(loss, torch.Tensor) else loss, steps=1)
+
+    def _take_moments(self, loss_scale: float) -> bool:
+        """Take in the moments of an optimizer step, unless a scaler skips it. Returns whether it is made."""
         moments = self._observation.take()
         self._step += 1
         self._observe_next_step()
         if loss_scale != 1.0 and self._overflowed(moments):
-            return
+            return False
         if moments is not None:
             self.window.add_step(moments, loss_scale)
-        if loss is not None:
-            self.record_loss(loss.item() if isinstance(loss, torch.Tensor) else loss, steps=1)
+        return True
 
     def _observe_next_step(self) -> None:
         """Let the blocks report in the next optimizer step, or not."""
@@ -289,7 +320,10 @@ class Relocator:
         sums = summed(sums, self._device)
         scored, steps = sums[:-2].view_as(self.window.sums)[-1].any(), sums[-1].item()
         if self.score_batches is not None:
-            return sums if trained or steps else None
+            if trained or steps:
+                return sums
+            self._warn_without_steps()
+            return None
         if not scored:
             return None
         if not steps:
@@ -298,6 +332,26 @@ class Relocator:
                 "Call `record_step(loss)`, or `record_loss` before `relocate`."
             )
         return sums
+
+    def _warn_without_steps(self) -> None:
+        """The first `relocate` comes before the first step. Scores of training steps have a warning of their own."""
+        self._turns_without_steps += 1
+        if self._turns_without_steps == 2 and self.epoch == 0:
+            logger.warning(
+                "Nothing moves: `relocate` was called twice, but no training step was recorded. Call "
+                "`record_step(loss)` after each `loss.backward()`."
+            )
+
+    def pool(self) -> None:
+        """Give each process the mean of what all have recorded since the last relocation.
+
+        The sums over processes stay as they are, and `state_dict` is the same in all of them then, so that what the
+        first one saves fits each. All processes have to call this.
+        """
+        sums = torch.cat([self.window.sums.flatten(), self._loss])
+        mean = summed(sums, self._device) / num_processes()
+        self.window.sums.copy_(mean[:-2].view_as(self.window.sums))
+        self._loss.copy_(mean[-2:])
 
     def _scores(self, sums: torch.Tensor) -> tuple[Idleness, float]:
         """Scores and mean loss of training steps."""
@@ -577,7 +631,10 @@ class Relocator:
     # ---- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs, JSON-able: policy, scores so far, pending move, history, generator."""
+        """All that a resumed run needs, JSON-able: policy, scores so far, pending move, history, generator.
+
+        With several processes of which one saves, call `pool` in all of them before.
+        """
         return to_json(
             {
                 "num_prompts": self.window.sums.shape[1],

@@ -7,6 +7,8 @@ from dataclasses import asdict
 import pytest
 import tiny
 import torch
+from accelerate import Accelerator
+from training import Images
 
 from provpt_peft import PPOConfig, ProVPTConfig, RelocationConfig, Relocator
 
@@ -128,6 +130,54 @@ def test_relocating_without_a_loss_is_an_error():
 def test_model_without_adapter():
     with pytest.raises(ValueError, match="needs a model with a PROVPT adapter, got ViTForImageClassification"):
         Relocator(tiny.make("vit"))
+
+
+def test_prompts_that_are_not_trained():
+    model = tiny.prompted(tiny.make("vit"))
+    head = torch.optim.SGD(model.base_model.model.classifier.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"those of the adapter 'default' are not in the optimizer\. Load an adapter"):
+        Relocator(model, optimizer=head)
+    model.base_model.prompts().requires_grad = False
+    with pytest.raises(ValueError, match=r"those of the adapter 'default' are frozen\. Load an adapter with"):
+        Relocator(model)
+
+
+def test_steps_that_are_not_recorded_beside_score_batches(caplog):
+    batches = [dict(pixel_values=tiny.images(), labels=tiny.labels())]
+    model, optimizer, _ = setup()
+    relocator = Relocator(model, RelocationConfig(), optimizer, batches)
+    relocator.relocate()
+    assert not caplog.records
+    relocator.relocate()
+    relocator.relocate()
+    assert [record.getMessage()[:66] for record in caplog.records] == [
+        "Nothing moves: `relocate` was called twice, but no training step w"
+    ]
+
+
+def test_accumulation_by_accelerate():
+    """Its `accumulate` divides each loss and holds the optimizer back, so each micro-batch looks like a step."""
+
+    def scores_and_loss(steps, batch):
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+        model = tiny.prompted(tiny.make("vit"))
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+        loader = torch.utils.data.DataLoader(Images(8), batch_size=batch)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        relocator = Relocator(model, RelocationConfig(), optimizer)
+        for inputs in loader:
+            with accelerator.accumulate(model):
+                loss = model(**inputs).loss
+                accelerator.backward(loss)
+                relocator.record_step(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+        return relocator.window.scores(), relocator._loss
+
+    (whole, loss), (accumulated, losses) = scores_and_loss(1, 8), scores_and_loss(4, 2)
+    torch.testing.assert_close(accumulated.score, whole.score, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(accumulated.stderr, whole.stderr, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(losses[0] / losses[1], loss[0] / loss[1])
 
 
 def force(relocator, block):

@@ -256,9 +256,18 @@ def test_one_batch_has_no_standard_errors_of_exact_scores(config):
         relocator.relocate()
 
 
-def test_exact_needs_batches():
-    with pytest.raises(ValueError, match="Pass `score_batches` to the `Relocator` or `score_dataset` to the callback"):
-        Relocator(tiny.prompted(tiny.make("vit")), RelocationConfig(idleness="exact"))
+@pytest.mark.parametrize("config", [dict(idleness="exact"), dict(screen=2)])
+def test_exact_needs_batches(config):
+    with pytest.raises(ValueError, match="Pass `score_batches` to the `Relocator`; for the callback, set `score_imag"):
+        Relocator(tiny.prompted(tiny.make("vit")), RelocationConfig(**config))
+
+
+def test_adding_needs_a_reserve():
+    model = tiny.prompted(tiny.make("vit"))
+    with pytest.raises(ValueError, match=r"prompts of a reserve to blocks, but the adapter has none\. Make it with"):
+        Relocator(model, RelocationConfig.preset("adding"))
+    model.base_model.move_prompt(0, 0)
+    Relocator(model, RelocationConfig.preset("adding"))
 
 
 def test_no_batches_at_all():
