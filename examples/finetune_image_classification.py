@@ -152,15 +152,13 @@ class ResizedImages(torch.utils.data.Dataset):
 
     Args:
         split: Columns `image` and `label`.
-        processor: The checkpoint's image processor.
-        size: Height and width in pixels, or None for the processor's own.
+        processor: The image processor.
         keep: Whether to keep them.
     """
 
-    def __init__(self, split: datasets.Dataset, processor: Any, size: int | None, keep: bool) -> None:
+    def __init__(self, split: datasets.Dataset, processor: Any, keep: bool) -> None:
         self.split = split
         self.processor = processor
-        self.size = {} if size is None else {"size": {"height": size, "width": size}}
         self.keep = keep
         self.kept: dict[int, dict[str, Any]] = {}
 
@@ -171,7 +169,7 @@ class ResizedImages(torch.utils.data.Dataset):
         if index in self.kept:
             return self.kept[index]
         row = self.split[index]
-        resized = self.processor(row["image"].convert("RGB"), do_rescale=False, do_normalize=False, **self.size)
+        resized = self.processor(row["image"].convert("RGB"), do_rescale=False, do_normalize=False)
         item = {"pixels": np.asarray(resized["pixel_values"][0]), "label": row["label"]}
         if self.keep:
             self.kept[index] = item
@@ -221,7 +219,9 @@ def run(
     labels = splits["train"].features["label"].names
     model = adapt(method, make_model(args, labels), [args.head_name], prompts)
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    processor = AutoImageProcessor.from_pretrained(args.model_name_or_path)
+    size = {"height": data.image_size, "width": data.image_size}
+    changes = {} if data.image_size is None else {"size": size, "do_center_crop": False}
+    processor = AutoImageProcessor.from_pretrained(args.model_name_or_path, **changes)
     metric = evaluate.load(str(HERE / "metrics" / "accuracy.py"))
 
     def accuracy(prediction: Any) -> dict[str, float]:
@@ -232,7 +232,7 @@ def run(
         count = len(splits["train"]) + len(splits["validation"])
         keep = count <= MOST_KEPT and training.dataloader_num_workers == 0
     train, validation, test = (
-        ResizedImages(splits[name], processor, data.image_size, keep=keep and name != "test")
+        ResizedImages(splits[name], processor, keep=keep and name != "test")
         for name in ("train", "validation", "test")
     )
     callbacks = relocation(method, prompts, training.seed)
@@ -253,6 +253,7 @@ def run(
 
     folder = Path(training.output_dir) / method
     model.save_pretrained(folder)
+    processor.save_pretrained(folder)  # images of the adapter are of its size
     if method in PROMPTED:
         loaded = PeftModel.from_pretrained(make_model(args, labels), folder)
         check_reload(loaded, folder, trainer, test, result.predictions)

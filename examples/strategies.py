@@ -211,7 +211,9 @@ def main() -> None:
         "--strategies", nargs="+", default=list(TITLES),
         help=f"which: {', '.join(TITLES)}, or a setting: {', '.join(ABLATIONS)} (default: all but the settings)",
     )  # fmt: skip
-    parser.add_argument("--tasks", nargs="+", default=["digits", "location"], help="digits, location, orientation")
+    parser.add_argument(
+        "--tasks", nargs="+", default=["digits", "location"], help="names of tasks.py (default: digits location)"
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="seeds (default: 0 1 2)")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -100,8 +100,9 @@ def _plot(options: argparse.Namespace) -> None:
         "time": viz.plot_distribution_over_time,
         "idleness": viz.plot_idleness,
     }[kind]
-    draw(run).savefig(options.output, dpi=150)
-    print(f"The picture is in {options.output}.")
+    output = options.output if options.output.suffix else options.output.with_suffix(".png")
+    draw(run).savefig(output, dpi=150)
+    print(f"The picture is in {output}.")
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -67,7 +67,9 @@ def test_after_training(tmp_path, capsys):
 
 
 def test_plot_without_history_draws_blocks(adapter, tmp_path, capsys):
-    assert cli.main(["plot", str(adapter), "-o", str(tmp_path / "out.png")]) == 0
+    assert cli.main(["plot", str(adapter), "-o", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out == f"The picture is in {tmp_path / 'out.png'}.\n"
+    assert (tmp_path / "out.png").is_file()
     assert cli.main(["plot", str(adapter), "-o", str(tmp_path / "out.png"), "--kind", "time"]) == 1
     assert "must have a history of relocations" in capsys.readouterr().err
 

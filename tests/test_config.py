@@ -39,6 +39,8 @@ def test_bad_adapter_settings(settings, message):
         (dict(reward="loss"), r"`reward` must be one of paper, counterfactual, got 'loss'"),
         (dict(allocator="best"), r"`allocator` must be one of ppo, thompson, greedy, uniform, naive_rl, got 'best'"),
         (dict(start="zero"), r"`start` must be one of mean, own, fresh, best, got 'zero'"),
+        (dict(prompts_per_relocation=1.5), r"`prompts_per_relocation` must be a whole number, got 1.5"),
+        (dict(screen="2"), r"`screen` must be a whole number, got '2'"),
         (dict(prompts_per_relocation=0), r"`prompts_per_relocation` must be at least 1, got 0"),
         (dict(relocate_every="step"), r"`relocate_every` must be 'epoch' or a number .* from 1 on, got 'step'"),
         (dict(relocate_every=0), r"`relocate_every` must be 'epoch' or a number .* from 1 on, got 0"),

@@ -14,6 +14,8 @@ from peft import PeftModel
 from PIL import Image
 from transformers import AutoModelForImageClassification, ViTImageProcessor
 
+from provpt_peft import load_image_classifier
+
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -49,6 +51,7 @@ def image_folder(tmp_path):
 
 
 def test_finetuning_compares_the_methods(tmp_path, checkpoint):
+    ViTImageProcessor(size={"height": 48, "width": 48}).save_pretrained(checkpoint)
     output = run(
         "finetune_image_classification.py", "--model_name_or_path", checkpoint, "--dataset_name", "digits",
         "--image_size", 32, "--num_prompts", 2, "--num_train_epochs", 3, "--max_train_samples", 16,
@@ -65,6 +68,10 @@ def test_finetuning_compares_the_methods(tmp_path, checkpoint):
             assert picture.width >= 500
     for row in rows:
         assert f"{row['method']:12}{row['test_accuracy']:16.4f}" in output
+    # An adapter is loaded with the size that it was trained at.
+    _, processor, labels = load_image_classifier(tmp_path / "out" / "pro-vpt")
+    assert processor(Image.new("RGB", (8, 8)), return_tensors="pt")["pixel_values"].shape == (1, 3, 32, 32)
+    assert len(labels) == 10
 
 
 def test_finetuning_on_a_folder_of_images(tmp_path, checkpoint, image_folder):

@@ -251,7 +251,7 @@ def main() -> None:
         __doc__, "adjustments", checkpoint=True,
         train_images=320, validation_images=300, image_size=28, num_prompts=5, seed=0, threads=2,
     )  # fmt: skip
-    parser.add_argument("--tasks", nargs="+", default=["digits"], help="digits, orientation, location")
+    parser.add_argument("--tasks", nargs="+", default=["digits"], help="names of tasks.py (default: digits)")
     parser.add_argument("--eps", type=float, nargs="+", default=[1e-6], help="epsilons of the norms (default: 1e-6)")
     parser.add_argument("--adjustments", nargs="+", default=["add", "move"], choices=["add", "move"], help="which")
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 4, 10], help="epochs (default: 1 4 10)")

@@ -159,7 +159,9 @@ def report(path: Path) -> None:
 
 def main() -> None:
     parser = results_parser(__doc__, "idleness_fidelity", train_images=320, image_size=28, seed=0, threads=2)
-    parser.add_argument("--tasks", nargs="+", default=["digits", "location"], help="digits, location, orientation")
+    parser.add_argument(
+        "--tasks", nargs="+", default=["digits", "location"], help="names of tasks.py (default: digits location)"
+    )
     parser.add_argument("--backbones", nargs="+", default=list(BACKBONES), choices=BACKBONES, help="which (all)")
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 3, 10], help="epochs (default: 0 1 3 10)")
     parser.add_argument("--truth_images", type=int, default=256, help="images of the truth (default: 256)")

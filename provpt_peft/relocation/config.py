@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -45,8 +46,8 @@ class PPOConfig:
         _check_range("clip_coef", self.clip_coef, above=0)
         _check_range("ent_coef", self.ent_coef, at_least=0)
         _check_range("vf_coef", self.vf_coef, above=0)
-        _check_range("update_epochs", self.update_epochs, at_least=1)
-        _check_range("moves_per_update", self.moves_per_update, at_least=1)
+        _check_range("update_epochs", self.update_epochs, at_least=1, whole=True)
+        _check_range("moves_per_update", self.moves_per_update, at_least=1, whole=True)
         _check_range("worth_coef", self.worth_coef, at_least=0)
 
 
@@ -126,17 +127,17 @@ class RelocationConfig:
         _check_choice("reward", self.reward, ("paper", "counterfactual"))
         _check_choice("allocator", self.allocator, ALLOCATORS)
         _check_choice("start", self.start, ("mean", "own", "fresh", "best"))
-        _check_range("prompts_per_relocation", self.prompts_per_relocation, at_least=1)
+        _check_range("prompts_per_relocation", self.prompts_per_relocation, at_least=1, whole=True)
         if self.relocate_every != "epoch" and not (isinstance(self.relocate_every, int) and self.relocate_every >= 1):
             raise ValueError(
                 f"`relocate_every` must be 'epoch' or a number of optimizer steps from 1 on, got "
                 f"{self.relocate_every!r}."
             )
-        _check_range("warmup_epochs", self.warmup_epochs, at_least=1)
+        _check_range("warmup_epochs", self.warmup_epochs, at_least=1, whole=True)
         _check_range("settle", self.settle, at_least=0, below=1)
-        _check_range("score_images", self.score_images, at_least=0)
-        _check_range("screen", self.screen, at_least=0)
-        _check_range("score_every", self.score_every, at_least=1)
+        _check_range("score_images", self.score_images, at_least=0, whole=True)
+        _check_range("screen", self.screen, at_least=0, whole=True)
+        _check_range("score_every", self.score_every, at_least=1, whole=True)
         _check_range("prune_share", self.prune_share, above=0, below=1)
         if self.adjust == "add" and self.allocator == "naive_rl":
             raise ValueError(
@@ -208,7 +209,10 @@ def _check_range(
     at_least: float | None = None,
     at_most: float | None = None,
     below: float | None = None,
+    whole: bool = False,
 ) -> None:
+    if whole and not isinstance(value, Integral):
+        raise ValueError(f"`{name}` must be a whole number, got {value!r}.")
     rules = []
     if above is not None:
         rules.append((value > above, f"above {above}"))
