@@ -80,7 +80,7 @@ def test_two_processes_give_the_history_of_one(outcomes, tmp_path, scenario):
 
 
 def test_a_resumed_run_has_the_scores_of_all_processes(outcomes):
-    """The checkpoint is inside the epoch: the first process wrote the scores of two steps of its second epoch."""
+    """The checkpoint is inside the epoch: the first process wrote the scores of the second epoch's first step."""
     for resumed, whole in zip(outcomes["resumed"], outcomes["learning"], strict=True):
         assert len(resumed["seen"]) < len(whole["seen"])
         assert resumed["prompt_blocks"] == whole["prompt_blocks"]

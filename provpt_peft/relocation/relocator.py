@@ -168,9 +168,8 @@ class Relocator:
 
     def _check_adapter(self) -> None:
         prompts = self.tuner.prompts(self.adapter_name)
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        stepped = any(parameter is prompts for group in groups for parameter in group["params"])
-        if not prompts.requires_grad or (self.optimizer is not None and not stepped):
+        stepped = any(parameter is prompts for parameter in self._stepped_parameters())
+        if not (prompts.requires_grad and stepped):
             where = "are not in the optimizer" if prompts.requires_grad else "are frozen"
             raise ValueError(
                 f"Relocation needs prompts that are trained, but those of the adapter {self.adapter_name!r} {where}. "
@@ -183,6 +182,11 @@ class Relocator:
                 '`adjust="add"` gives the prompts of a reserve to blocks, but the adapter has none. Make it with '
                 "`ProVPTConfig(num_prompts=…, reserve=…)`."
             )
+
+    def _stepped_parameters(self) -> list[nn.Parameter]:
+        """What the optimizer steps, or all parameters where it was not given."""
+        groups = [{"params": self.tuner.parameters()}] if self.optimizer is None else self.optimizer.param_groups
+        return [parameter for group in groups for parameter in group["params"]]
 
     # ---- while training ---------------------------------------------------------------------------------------------
 
@@ -227,8 +231,7 @@ class Relocator:
         """Whether a scaler skips the step. It asks the gradients, and so has this: an overflow in the head or in
         another process leaves the moments of this process finite. Where the moments alone overflow, the step is made
         but cannot be scored."""
-        groups = [{"params": self.tuner.parameters()}] if self.optimizer is None else self.optimizer.param_groups
-        gradients = [parameter.grad for group in groups for parameter in group["params"]]
+        gradients = [parameter.grad for parameter in self._stepped_parameters()]
         # The moments last: they differ between processes, which have to gather the same gradients.
         return any(tensor is not None and not whole(tensor.isfinite().all()) for tensor in (*gradients, moments))
 
@@ -311,13 +314,12 @@ class Relocator:
     def _gather(self) -> torch.Tensor | None:
         """The moments and the loss of the steps since the last call, summed over all processes: the moments'
         elements, the losses' sum, the number of steps. None if nothing was trained."""
-        sums = torch.cat([self.window.sums.flatten(), self._loss])
+        sums = self._summed()
         trained = self._step > 0
         self.window.clear()
         self._loss.zero_()
         self._step = 0
         self._observe_next_step()
-        sums = summed(sums, self._device)
         scored, steps = sums[:-2].view_as(self.window.sums)[-1].any(), sums[-1].item()
         if self.score_batches is not None:
             if trained or steps:
@@ -332,6 +334,10 @@ class Relocator:
                 "Call `record_step(loss)`, or `record_loss` before `relocate`."
             )
         return sums
+
+    def _summed(self) -> torch.Tensor:
+        """The moments' elements and the losses' sum and number, of all processes together."""
+        return summed(torch.cat([self.window.sums.flatten(), self._loss]), self._device)
 
     def _warn_without_steps(self) -> None:
         """The first `relocate` comes before the first step. Scores of training steps have a warning of their own."""
@@ -348,8 +354,7 @@ class Relocator:
         The sums over processes stay as they are, and `state_dict` is the same in all of them then, so that what the
         first one saves fits each. All processes have to call this.
         """
-        sums = torch.cat([self.window.sums.flatten(), self._loss])
-        mean = summed(sums, self._device) / num_processes()
+        mean = self._summed() / num_processes()
         self.window.sums.copy_(mean[:-2].view_as(self.window.sums))
         self._loss.copy_(mean[-2:])
 
