@@ -48,6 +48,7 @@ style: .venv/installed
 quality: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 	$(BIN)/mypy
 
 docs: .venv/installed

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from provpt_peft.backbones import FAMILIES
+from provpt_peft.backbone.families import FAMILIES
 
 
 PAGE = Path(__file__).parent / "backbones.md"

@@ -1,5 +1,6 @@
-"""Relocation in a training loop of one's own, without the Trainer.
+"""Relocation in a custom training loop, without the Trainer.
 
+    python examples/dinov2_small.py .cache/dinov2-small
     python examples/custom_loop.py
 
 `train` is the whole of it. With the same settings and seed it makes the same moves as the Trainer with
@@ -9,36 +10,50 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 import torch
 from peft import PeftModel, get_peft_model
-from torch.utils.data import DataLoader, Dataset, RandomSampler, Subset
+from sklearn.datasets import load_digits
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, RandomSampler
 from tqdm.auto import tqdm
+from transformers import AutoModelForImageClassification
 
-from provpt_peft import ProVPTConfig, RelocationConfig, Relocator
-
-
-sys.path.append(str(Path(__file__).resolve().parent / "benchmarks"))
-import tasks
-from common import make_base
+from provpt_peft import ProVPTConfig, Relocation, RelocationConfig, Relocator
+from provpt_peft.relocation.batches import first_batches
 
 
+# What dinov2_small.py writes.
+DEMO = ".cache/dinov2-small"
+# Of ImageNet, for which most backbones were made.
+IMAGE_MEAN, IMAGE_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 Example = dict[str, torch.Tensor]
 
 
 class Examples(Dataset[Example]):
-    """A split with its tensors under the names of the model's arguments."""
+    """Images (B, 3, size, size) and labels (B,) under the names of the model's arguments."""
 
-    def __init__(self, split: tasks.Split) -> None:
-        self.split = split
+    def __init__(self, images: torch.Tensor, labels: torch.Tensor) -> None:
+        self.images, self.labels = images, labels
 
     def __len__(self) -> int:
-        return len(self.split)
+        return len(self.labels)
 
     def __getitem__(self, index: int) -> Example:
-        return {"pixel_values": self.split.images[index], "labels": self.split.labels[index]}
+        return {"pixel_values": self.images[index], "labels": self.labels[index]}
+
+
+def load_data(size: int, train_images: int, seed: int) -> tuple[Examples, Examples]:
+    """scikit-learn's 1,797 handwritten digits at `size` pixels a side: some to train on, the others to test on."""
+    digits = load_digits()
+    gray = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
+    gray = F.interpolate(gray, size=(size, size), mode="bicubic").clamp(0, 1)
+    mean, std = (torch.tensor(values)[:, None, None] for values in (IMAGE_MEAN, IMAGE_STD))
+    images, labels = (gray - mean) / std, torch.tensor(digits.target)  # (B, 3, size, size), (B,)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    train, test = order[:train_images], order[train_images:]
+    return Examples(images[train], labels[train]), Examples(images[test], labels[test])
 
 
 def train(
@@ -50,7 +65,6 @@ def train(
     batch_size: int,
     learning_rate: float,
     seed: int,
-    score_dataset: Dataset[Example] | None = None,
     progress_bar: bool = True,
 ) -> Relocator:
     """Train prompts and head, and relocate prompts meanwhile. Returns the relocator, which has the history.
@@ -60,28 +74,21 @@ def train(
         train_dataset: Images and labels under the names of the model's arguments, with a length.
         relocation_config: When, which and where to.
         epochs: Passes over the training images.
-        batch_size: Images of a step, and of a batch of score images.
+        batch_size: Images of a step.
         learning_rate: The first learning rate; it falls linearly to 0.
         seed: Seed of dropout and shuffling.
-        score_dataset: Images to measure scores on, by default `score_images` of the training images.
         progress_bar: Whether to show one.
     """
     torch.manual_seed(seed)
     device = next(model.parameters()).device
-    shuffling = torch.Generator()
+    shuffling = torch.Generator().manual_seed(seed)
     loader = DataLoader(train_dataset, batch_size, sampler=RandomSampler(train_dataset, generator=shuffling))
     steps = epochs * len(loader)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=learning_rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
 
-    if score_dataset is None and relocation_config.score_images > 0:
-        score_dataset = Subset(train_dataset, relocation_config.choose_score_images(len(train_dataset)))
-    # Without them, scores are gathered in the training steps.
-    score_batches = None
-    if score_dataset is not None:
-        # A generator of its own, since iterating draws a number, and dropout would draw others.
-        score_batches = DataLoader(score_dataset, batch_size, generator=torch.Generator())
+    score_batches = first_batches(loader, relocation_config.score_images)
     relocator = Relocator(model, relocation_config, optimizer, score_batches=score_batches)
     every = len(loader) if relocation_config.relocate_every == "epoch" else relocation_config.relocate_every
 
@@ -91,12 +98,10 @@ def train(
         for epoch in range(epochs):
             shuffling.manual_seed(seed + epoch)  # as the Trainer's sampler does
             for batch in loader:
-                # Before the first step there is nothing to go by, and this does nothing.
-                if step % every == 0:
+                if step % every == 0:  # before each epoch, unless the config has a number of steps
                     relocator.relocate(progress=step / steps)
                 loss = model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss
                 loss.backward()
-                relocator.record_step(loss)
                 torch.nn.utils.clip_grad_norm_(trainable, 1.0)
                 optimizer.step()
                 schedule.step()
@@ -107,9 +112,34 @@ def train(
     return relocator
 
 
+@torch.no_grad()
+def accuracy(model: PeftModel, dataset: Dataset[Example], batch_size: int = 128) -> float:
+    """The share of images whose class the model finds, in eval mode."""
+    model.eval()
+    device = next(model.parameters()).device
+    right = [
+        model(pixel_values=batch["pixel_values"].to(device)).logits.argmax(dim=-1).cpu() == batch["labels"]
+        for batch in DataLoader(dataset, batch_size)
+    ]
+    return torch.cat(right).float().mean().item()
+
+
+def describe(record: Relocation) -> str:
+    """A line for a record of the relocator's history."""
+    if record.prompt is None:
+        return f"after epoch {record.epoch}: {record.note}"
+    stays = record.block == record.from_block
+    where = f"stays in block {record.block}" if stays else f"from block {record.from_block} to {record.block}"
+    # A note says why there is no reward.
+    outcome = record.note or f"reward {record.reward:+.4f}"
+    return f"after epoch {record.epoch}: prompt {record.prompt} {where}, idleness {record.idleness:+.4f}, {outcome}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model_name_or_path", help="checkpoint of the backbone (default: the demo's DINOv2-S)")
+    parser.add_argument(
+        "--model_name_or_path", default=DEMO, help=f"checkpoint of the backbone (default: the demo's, {DEMO})"
+    )  # fmt: skip
     parser.add_argument("--num_prompts", type=int, default=5, help="prompts in each block at the start (default: 5)")
     parser.add_argument("--epochs", type=int, default=9, help="epochs (default: 9)")
     parser.add_argument("--train_images", type=int, default=800, help="training images (default: 800)")
@@ -122,15 +152,23 @@ def main() -> None:
         "--output_dir", type=Path, default=Path("outputs/custom_loop"), help="folder of the trained adapter"
     )
     args = parser.parse_args()
+    if args.model_name_or_path == DEMO and not Path(DEMO).exists():
+        parser.error(
+            f"there is no backbone in {DEMO}. Run `python examples/dinov2_small.py {DEMO}`, "
+            "or name another checkpoint with `--model_name_or_path`"
+        )
     torch.set_num_threads(args.threads)
 
-    task = tasks.load("digits", args.image_size, args.train_images, seed=args.seed)
-    base = make_base(task.num_labels, args.seed, args.model_name_or_path)
+    train_dataset, test_dataset = load_data(args.image_size, args.train_images, args.seed)
+    torch.manual_seed(args.seed)  # of the new head
+    base = AutoModelForImageClassification.from_pretrained(
+        args.model_name_or_path, num_labels=10, ignore_mismatched_sizes=True
+    )
     model = get_peft_model(base, ProVPTConfig(num_prompts=args.num_prompts, modules_to_save=["classifier"]))
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     relocator = train(
         model,
-        Examples(task.train),
+        train_dataset,
         RelocationConfig(seed=args.seed),
         epochs=args.epochs,
         batch_size=args.batch_size,
@@ -138,17 +176,10 @@ def main() -> None:
         seed=args.seed,
     )
 
-    for move in relocator.history:
-        if move.prompt is None:
-            print(f"after epoch {move.epoch}: {move.note}")
-        else:
-            reward = "not known" if move.reward is None else f"{move.reward:+.4f}"
-            print(
-                f"after epoch {move.epoch}: prompt {move.prompt} from block {move.from_block} to {move.block}, "
-                f"idleness {move.idleness:+.4f}, reward {reward}"
-            )
+    for record in relocator.history:
+        print(describe(record))
     print(f"prompts in each block: {model.base_model.prompt_distribution()}")
-    print(f"test accuracy: {tasks.evaluate(model, task.test)[1]:.4f}")
+    print(f"test accuracy: {accuracy(model, test_dataset):.4f}")
     model.save_pretrained(args.output_dir)
     print(f"The adapter is in {args.output_dir}.")
 

@@ -14,31 +14,21 @@ Any checkpoint and any image data set of the Hub, or a folder of images in one s
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import datasets
-import evaluate
 import numpy as np
 import torch
-from finetuning import (
-    DEFAULTS,
-    PROMPTED,
-    PromptArguments,
-    adapt,
-    check_methods,
-    compare,
-    make_optimizer,
-    relocation,
-    report_relocations,
-)
-from peft import PeftModel
+from peft import PeftModel, get_peft_model
 from PIL import Image
 from sklearn.datasets import load_digits
 from transformers import (
     AutoModelForImageClassification,
+    EvalPrediction,
     HfArgumentParser,
     PreTrainedModel,
     Trainer,
@@ -49,13 +39,12 @@ from transformers import (
 # From its own module: transformers 5.9 puts a placeholder that asks for torchvision at the top level.
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-from provpt_peft import viz
+from provpt_peft import ProVPTConfig, RelocationConfig, RelocationTrainerCallback, figures
 
 
-METHODS = ("linear", *PROMPTED)
+METHODS = ("linear", "vpt-deep", "pro-vpt")
 # Images that are kept in memory by default; 1.5 GB at 224 px.
 MOST_KEPT = 10_000
-HERE = Path(__file__).parent
 
 
 @dataclass
@@ -67,7 +56,7 @@ class DataArguments:
     )
     dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of the data set."})
     image_folder: str | None = field(
-        default=None, metadata={"help": "Folder of images, one sub-folder a class, in place of a data set."}
+        default=None, metadata={"help": "Folder of images, one sub-folder a class, instead of a data set."}
     )
     image_column_name: str = field(default="image", metadata={"help": "Column of the images."})
     label_column_name: str = field(default="label", metadata={"help": "Column of the labels."})
@@ -100,12 +89,17 @@ class MethodArguments:
         metadata={"help": "Checkpoint of a vision transformer, on the Hub or in a folder."}
     )
     methods: list[str] = field(
-        default_factory=lambda: list(METHODS), metadata={"help": f"Methods to compare: {', '.join(METHODS)}."}
+        default_factory=lambda: list(METHODS), metadata={"help": "Methods to compare.", "choices": METHODS}
     )
     head_name: str = field(default="classifier", metadata={"help": "Module of the head, which is trained in full."})
-
-    def __post_init__(self) -> None:
-        check_methods(self.methods, METHODS)
+    num_prompts: int = field(default=5, metadata={"help": "Prompts in each block at the start."})
+    prompt_dropout: float = field(default=0.1, metadata={"help": "Dropout on the prompts."})
+    prompt_learning_rate: float = field(
+        default=3e-3, metadata={"help": "Learning rate of the prompts. `--learning_rate` is the head's."}
+    )
+    preset: str = field(
+        default="default", metadata={"help": "How prompts are relocated: a name of `RelocationConfig.preset`."}
+    )
 
 
 def load_images(args: DataArguments, seed: int) -> datasets.DatasetDict:
@@ -206,27 +200,51 @@ def check_reload(loaded: PeftModel, folder: Path, trainer: Trainer, test: Resize
     print(f"The adapter in {folder}, loaded into a fresh model, gives the same predictions.")
 
 
+def make_optimizer(
+    model: torch.nn.Module, args: MethodArguments, training: TrainingArguments
+) -> torch.optim.Optimizer:
+    """AdamW with a learning rate for the prompts and one for the head."""
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    prompts = [parameter for name, parameter in trained.items() if "provpt_" in name]
+    head = [parameter for name, parameter in trained.items() if "provpt_" not in name]
+    groups = [{"params": head, "lr": training.learning_rate}]
+    if prompts:
+        groups.append({"params": prompts, "lr": args.prompt_learning_rate})
+    return torch.optim.AdamW(groups, weight_decay=training.weight_decay)
+
+
+def accuracy(prediction: EvalPrediction) -> dict[str, float]:
+    """The share of images whose class the model finds."""
+    return {"accuracy": float(np.mean(prediction.predictions.argmax(axis=-1) == prediction.label_ids))}
+
+
 def run(
     method: str,
     splits: datasets.DatasetDict,
     data: DataArguments,
     args: MethodArguments,
-    prompts: PromptArguments,
     training: TrainingArguments,
 ) -> dict[str, Any]:
     """Train, validate and test one method. Returns its row of the table."""
     set_seed(training.seed)
     labels = splits["train"].features["label"].names
-    model = adapt(method, make_model(args, labels), [args.head_name], prompts)
+    model = make_model(args, labels)
+    callbacks = []
+    if method == "linear":
+        model.requires_grad_(False)
+        model.get_submodule(args.head_name).requires_grad_(True)
+    else:
+        config = ProVPTConfig(
+            num_prompts=args.num_prompts, prompt_dropout=args.prompt_dropout, modules_to_save=[args.head_name]
+        )
+        model = get_peft_model(model, config)
+    if method == "pro-vpt":
+        callbacks = [RelocationTrainerCallback(RelocationConfig.preset(args.preset, seed=training.seed))]
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
     size = {"height": data.image_size, "width": data.image_size}
     changes = {} if data.image_size is None else {"size": size, "do_center_crop": False}
     processor = AutoImageProcessor.from_pretrained(args.model_name_or_path, **changes)
-    metric = evaluate.load(str(HERE / "metrics" / "accuracy.py"))
-
-    def accuracy(prediction: Any) -> dict[str, float]:
-        return metric.compute(predictions=prediction.predictions.argmax(axis=-1), references=prediction.label_ids)
-
     keep = data.keep_images
     if keep is None:
         count = len(splits["train"]) + len(splits["validation"])
@@ -235,7 +253,6 @@ def run(
         ResizedImages(splits[name], processor, keep=keep and name != "test")
         for name in ("train", "validation", "test")
     )
-    callbacks = relocation(method, prompts, training.seed)
     trainer = Trainer(
         model,
         training,
@@ -244,7 +261,7 @@ def run(
         eval_dataset=validation,
         compute_metrics=accuracy,
         callbacks=callbacks,
-        optimizers=(make_optimizer(model, prompts, training), None),
+        optimizers=(make_optimizer(model, args, training), None),
     )
     start = time.perf_counter()
     trainer.train()
@@ -254,13 +271,16 @@ def run(
     folder = Path(training.output_dir) / method
     model.save_pretrained(folder)
     processor.save_pretrained(folder)  # images of the adapter are of its size
-    if method in PROMPTED:
+    if isinstance(model, PeftModel):
         loaded = PeftModel.from_pretrained(make_model(args, labels), folder)
         check_reload(loaded, folder, trainer, test, result.predictions)
-    if report_relocations(callbacks, model):
-        picture = folder / "distribution_over_time.png"
-        viz.plot_distribution_over_time(callbacks[0]).savefig(picture, dpi=150)
-        print(f"The distribution over time is in {picture}.")
+    for callback in callbacks:
+        count = sum(record.prompt is not None for record in callback.history)
+        print(f"{count} relocations; prompts in each block: {model.base_model.prompt_distribution()}")
+        if count:
+            picture = folder / "distribution_over_time.png"
+            figures.plot_distribution_over_time(callback).savefig(picture, dpi=150)
+            print(f"The distribution over time is in {picture}.")
     return {
         "method": method,
         "test_accuracy": result.metrics["test_accuracy"],
@@ -270,24 +290,29 @@ def run(
 
 
 def main() -> None:
-    parser = HfArgumentParser(
-        (DataArguments, MethodArguments, PromptArguments, TrainingArguments), description=__doc__.splitlines()[0]
-    )
+    """Compare the methods, write their results to `results.json` and print them as a table."""
+    parser = HfArgumentParser((DataArguments, MethodArguments, TrainingArguments), description=__doc__.splitlines()[0])
     parser.set_defaults(
         output_dir="outputs",
         eval_strategy="epoch",
+        save_strategy="no",
         learning_rate=1e-3,
-        **DEFAULTS,
+        lr_scheduler_type="cosine",
+        report_to="none",
+        remove_unused_columns=False,
+        dataloader_pin_memory=torch.cuda.is_available(),
     )
-    data, args, prompts, training = parser.parse_args_into_dataclasses()
+    data, args, training = parser.parse_args_into_dataclasses()
     splits = load_images(data, training.seed)
     print(", ".join(f"{name}: {len(split)} images" for name, split in splits.items()))
-    compare(
-        args.methods,
-        lambda method: run(method, splits, data, args, prompts, training),
-        training.output_dir,
-        {"test_accuracy": "test accuracy"},
-    )
+    rows = []
+    for method in args.methods:
+        print(f"\n== {method} ==")
+        rows.append(run(method, splits, data, args, training))
+    Path(training.output_dir, "results.json").write_text(json.dumps(rows, indent=2))
+    print(f"\n{'method':12}{'test accuracy':>16}{'trainable parameters':>24}{'seconds':>10}")
+    for row in rows:
+        print(f"{row['method']:12}{row['test_accuracy']:16.4f}{row['trainable_parameters']:24,}{row['seconds']:10.0f}")
 
 
 if __name__ == "__main__":

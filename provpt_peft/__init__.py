@@ -5,29 +5,35 @@ Importing this package registers the PEFT method `PROVPT`.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .config import ProVPTConfig
-from .hub import ImageClassifier, check_adapter, load_image_classifier, push_to_hub
 from .model import ProVPTModel
+from .records import Relocation
 from .registration import register
-from .relocation import PPOConfig, Relocation, RelocationConfig, Relocator
+from .relocation import PPOConfig, RelocationConfig, Relocator
+from .share.card import update_model_card
+from .share.files import check_adapter
+from .share.hub import ImageClassifier, load_image_classifier, push_to_hub
 from .version import __version__
 
 
 if TYPE_CHECKING:
-    from .callback import RelocationTrainerCallback
+    from .share import figures
+    from .trainer.callback import RelocationTrainerCallback
 
 
 def __getattr__(name: str) -> Any:
-    """The callback when it is asked for: it needs the Trainer's modules, a third of what importing us costs."""
+    """What is slow to import, when it is asked for: the callback needs the Trainer's modules, pictures matplotlib."""
     if name == "RelocationTrainerCallback":
-        from .callback import RelocationTrainerCallback
-
-        return RelocationTrainerCallback
+        return import_module(".trainer.callback", __name__).RelocationTrainerCallback
+    if name == "figures":
+        return import_module(".share.figures", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+ProVPTConfig.after_save = update_model_card
 register(ProVPTConfig, ProVPTModel)
 
 __all__ = [
@@ -41,6 +47,7 @@ __all__ = [
     "Relocator",
     "__version__",
     "check_adapter",
+    "figures",
     "load_image_classifier",
     "push_to_hub",
 ]

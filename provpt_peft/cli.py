@@ -13,22 +13,16 @@ import sys
 from pathlib import Path
 
 from . import __version__
-from .history import printable
-from .hub import PROMPTS, Adapter, read_adapter
+from .records import printable
+from .share.files import PROMPTS, read_adapter
 
 
-# Of the longest bar of `show`, in characters.
-_LONGEST = 40
-# Labels that `show` names.
-_MOST_LABELS = 10
+_LONGEST = 40  # bar of `show`, in characters
+_MOST_LABELS = 10  # that `show` names
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command. Returns its exit code: 0, or 1 with a reason on stderr.
-
-    Args:
-        arguments: Those of the command line by default.
-    """
+    """Run a command, by default the command line's. Returns its exit code: 0, or 1 with a reason on stderr."""
     parser = argparse.ArgumentParser(
         prog="provpt", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -42,12 +36,10 @@ def main(arguments: list[str] | None = None) -> int:
         command = commands.add_parser(name, help=explanation, description=explanation)
         command.add_argument("adapter", type=Path, help="folder that save_pretrained or the Trainer wrote")
         command.set_defaults(function=function)
-        if name == "plot":
-            command.add_argument("-o", "--output", type=Path, required=True, help="picture to write, such as out.png")
-            command.add_argument(
-                "--kind", choices=("auto", "blocks", "time", "idleness"), default="auto",
-                help="prompts by block, prompts over time, or idleness over time (default: over time where known)",
-            )  # fmt: skip
+    plot = commands.choices["plot"]
+    plot.add_argument("-o", "--output", type=Path, required=True, help="picture to write, such as out.png")
+    kinds = "prompts by block, prompts over time, or idleness over time (default: over time where known)"
+    plot.add_argument("--kind", choices=("auto", "blocks", "time", "idleness"), default="auto", help=kinds)
     options = parser.parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # terminals without bars
@@ -60,12 +52,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _show(options: argparse.Namespace) -> None:
-    print(describe(read_adapter(options.adapter)))
-
-
-def describe(adapter: Adapter) -> str:
-    """What an adapter is, in a few lines, with its prompts in each block as a bar chart."""
-    config, tensors, run = adapter
+    """Print what an adapter is, in a few lines, with its prompts in each block as a bar chart."""
+    config, tensors, run = read_adapter(options.adapter)
     counts = run.distribution
     undistributed = len(tensors[PROMPTS]) - sum(counts)
     labels = list((config.id2label or {}).values())
@@ -87,18 +75,18 @@ def describe(adapter: Adapter) -> str:
     bars = [
         f"block {block:>2}  {'█' * round(count * scale):{_LONGEST}} {count}" for block, count in enumerate(counts, 1)
     ]
-    return "\n".join([*map(printable, lines), "", *bars])
+    print(*map(printable, lines), "", *bars, sep="\n")
 
 
 def _plot(options: argparse.Namespace) -> None:
-    from . import viz
+    from .share import figures
 
-    run = viz.read_run(options.adapter)
+    run = figures.read_run(options.adapter)
     kind = options.kind if options.kind != "auto" else ("time" if run.history else "blocks")
     draw = {
-        "blocks": viz.plot_distribution,
-        "time": viz.plot_distribution_over_time,
-        "idleness": viz.plot_idleness,
+        "blocks": figures.plot_distribution,
+        "time": figures.plot_distribution_over_time,
+        "idleness": figures.plot_idleness,
     }[kind]
     output = options.output if options.output.suffix else options.output.with_suffix(".png")
     draw(run).savefig(output, dpi=150)

@@ -2,19 +2,78 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, ClassVar
 
 from peft.config import PeftConfig
 from peft.utils import PeftType
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from torch import nn
 
-from .backbones import check_description
 from .version import __version__
 
 
+# No backbone has more; a file that says so is broken.
+_MOST_BLOCKS = 10_000
 _PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
+
+
+DESCRIBE_YOUR_OWN = (
+    "Describe another backbone in the config: ProVPTConfig(backbone={"
+    '"block": "MyLayer", "attention": "attention", "norm": "norm1", '
+    '"key": "attention.k_proj", "value": "attention.v_proj"}), where `block` is the class name of its transformer '
+    "blocks and the rest are paths inside a block. Its attention module has to call transformers' attention registry."
+)
+
+
+@dataclass(frozen=True)
+class BackboneFamily:
+    """How to find the transformer blocks of a model family and the parts of a block that prompts pass through.
+
+    Args:
+        name: Name of the family, for messages.
+        block: Class name of the block module. Every module of that class is a block, in forward order.
+        attention: Path of the attention module in the block. It calls transformers' attention registry with its own
+            `config`, or there is a function for it in `own_attention`.
+        norm: Path of a norm of the block's width, the one that the block's input passes on its way to the attention.
+        key: Path of the projection of normed tokens to the attention's keys.
+        value: Path of that to its values.
+        windowed: Whether the attention sees windows of an image (batch times windows) and not whole images.
+        extra_tokens: Whether a block takes more tokens than its image has, as VPT-Shallow needs it: without windows,
+            masks and biases of the image's size.
+        norm_first: Whether the norm comes before the attention. If not, prompts are projected as they are.
+        normalize_keys: Whether keys are scaled to length 1 (cosine attention).
+        not_in: Class names of modules whose blocks are of the same class but see no images: text towers, decoders.
+        own_attention: For an attention module that does not call the registry: a function that takes the module and
+            what its `forward` takes, and returns what the registry would be given.
+    """
+
+    name: str
+    block: str
+    attention: str
+    norm: str
+    key: str
+    value: str
+    windowed: bool = False
+    extra_tokens: bool = True
+    norm_first: bool = True
+    normalize_keys: bool = False
+    not_in: tuple[str, ...] = ()
+    own_attention: Callable[..., Any] | None = None
+
+
+def check_description(description: dict) -> None:
+    """Check the keys of a user's description of a backbone: `ValueError` if some are missing or unknown."""
+    required = {field.name for field in fields(BackboneFamily) if field.default is MISSING} - {"name"}
+    # A function cannot be saved with the adapter.
+    optional = {field.name for field in fields(BackboneFamily)} - required - {"own_attention"}
+    missing, unknown = sorted(required - set(description)), sorted(set(description) - required - optional)
+    if missing or unknown:
+        raise ValueError(
+            f"`backbone` needs the keys {sorted(required)} (and may have {sorted(optional)}), "
+            f"but missing: {missing}, unknown: {unknown}. {DESCRIBE_YOUR_OWN}"
+        )
 
 
 @dataclass
@@ -23,9 +82,9 @@ class ProVPTConfig(PeftConfig):
 
     Args:
         num_prompts (`int` or `list[int]`, defaults to 10):
-            Prompts at the start of training: one number for every block (VPT-Deep's uniform distribution), or a list
-            of L numbers, one a block. The paper uses 1 to 200 a block, 10 is a good first try. Their sum is the budget
-            N of the paper (Sec. 3.1), which relocation never changes.
+            Prompts at the start of training: one number for every block (VPT-Deep), or a list of L numbers, one a
+            block. The paper uses 1 to 200 a block, 10 is a good first try. Their sum is the budget N of the paper
+            (Sec. 3.1), which relocation never changes.
         reserve (`int`, defaults to 0):
             Prompts beyond those that start in no block. They cost nothing until relocation adds them
             (`RelocationConfig.preset("adding")`).
@@ -33,8 +92,8 @@ class ProVPTConfig(PeftConfig):
             Dropout on the entries of the prompts, independently for each image, in training only (Tab. i of the paper,
             "drop rate"). In [0, 1).
         backbone_dropout (`bool`, defaults to False):
-            Whether dropout, attention dropout, drop path and other randomness of the frozen backbone stay on in
-            training. VPT trains with a deterministic backbone.
+            Whether dropout, drop path and other randomness of the frozen backbone stay on in training. VPT trains with
+            a deterministic backbone.
         shallow (`bool`, defaults to False):
             VPT-Shallow: `num_prompts` prompts in all, which enter the first block as tokens, travel through all blocks
             and are dropped after the last. They do not move. For vision transformers without windows and without masks
@@ -42,19 +101,19 @@ class ProVPTConfig(PeftConfig):
         modules_to_save (`list[str]`, *optional*):
             Modules that are trained in full and saved with the adapter, usually the new head: `["classifier"]`.
         backbone (`dict`, *optional*):
-            Description of a backbone that is not among the known families: the keyword arguments of
-            [`~provpt_peft.backbones.BackboneFamily`].
+            A backbone that is not among the known families, as keyword arguments of
+            [`~provpt_peft.config.BackboneFamily`].
         id2label (`dict[int, str]`, *optional*):
-            Label names, stored so that an adapter can be loaded without knowing the data set. By default those of an
-            image classifier's own config when the adapter is saved.
+            Label names, by default those of the image classifier's own config when the adapter is saved.
         problem_type (`str`, *optional*):
             What labels an image classifier has, as transformers names it: `"regression"`,
-            `"single_label_classification"` or `"multi_label_classification"`. By default that of the classifier's own
-            config when the adapter is saved.
+            `"single_label_classification"` or `"multi_label_classification"`. By default as for `id2label`.
         training (`dict`, *optional*):
             What is known of the adapter's training, for its model card and pictures of it: `relocation`, the settings
             of relocation; `history`, the records of the relocations; `epochs`; `metrics`, those of the last
             evaluation. Filled in by the relocator and its callback.
+        num_blocks (`int`, *optional*):
+            L, the number of the model's blocks. Filled in when the adapter is put into a model.
         provpt_version (`str`, *optional*):
             The version of this package that made the config. Filled in by itself.
 
@@ -63,123 +122,109 @@ class ProVPTConfig(PeftConfig):
             adapter is put into a model.
     """
 
-    num_prompts: int | list[int] = field(
-        default=10, metadata={"help": "Prompts in every block at the start, or a list with one number for each block."}
-    )
-    reserve: int = field(default=0, metadata={"help": "Prompts that start in no block, for relocation to add."})
-    prompt_dropout: float = field(
-        default=0.1, metadata={"help": "Dropout on the prompts, independent for each image, in training only."}
-    )
-    backbone_dropout: bool = field(
-        default=False,
-        metadata={"help": "Whether the frozen backbone keeps its own dropout and drop path in training."},
-    )
-    shallow: bool = field(
-        default=False, metadata={"help": "VPT-Shallow: prompts enter the first block as tokens and do not move."}
-    )
-    modules_to_save: list[str] | None = field(
-        default=None, metadata={"help": "Modules to train and save with the adapter, usually the head."}
-    )
-    backbone: dict[str, Any] | None = field(
-        default=None, metadata={"help": "Description of a backbone that is not among the known families."}
-    )
-    id2label: dict[int, str] | None = field(
-        default=None,
-        metadata={"help": "Label names, stored so that an adapter can be loaded without knowing the data set."},
-    )
-    problem_type: str | None = field(
-        default=None, metadata={"help": "What labels an image classifier has, as transformers names it."}
-    )
-    training: dict[str, Any] | None = field(
-        default=None, metadata={"help": "What is known of the adapter's training. Filled in by itself."}
-    )
-    provpt_version: str | None = field(default=None, metadata={"help": "Version of provpt_peft that made the config."})
+    num_prompts: int | list[int] = 10
+    reserve: int = 0
+    prompt_dropout: float = 0.1
+    backbone_dropout: bool = False
+    shallow: bool = False
+    modules_to_save: list[str] | None = None
+    backbone: dict[str, Any] | None = None
+    id2label: dict[int, str] | None = None
+    problem_type: str | None = None
+    training: dict[str, Any] | None = None
+    num_blocks: int | None = None
+    provpt_version: str | None = None
 
-    # Prompts are found through the backbone's description, not through PEFT's name matching. Not a field: the value is
-    # PEFT's word for "do not match modules by name".
+    # Called with the folder, the config and PEFT's name of the base model's class after a config was written there.
+    # `provpt_peft` sets it to what writes the model card.
+    after_save: ClassVar[Callable[[str, ProVPTConfig, dict[str, str] | None], None] | None] = None
+
+    # PEFT's word for "do not match modules by name". Not a field.
     target_modules = DUMMY_TARGET_MODULES
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.peft_type = PeftType.PROVPT
-        if self.provpt_version is None:
-            self.provpt_version = __version__
+        self.provpt_version = self.provpt_version or __version__
         if self.task_type is not None:
             raise ValueError(
                 f"`task_type` names text tasks and has to stay unset for a vision model, got {self.task_type!r}. "
                 'Leave it out; to train a head, name it in `modules_to_save`, for example ["classifier"].'
             )
         self._check_num_prompts()
-        if not _is_count(self.reserve):
-            raise ValueError(f"`reserve` must be a whole number from 0 on, got {self.reserve!r}. Use 0 for none.")
-        if not 0.0 <= self.prompt_dropout < 1.0:
-            raise ValueError(
-                f"`prompt_dropout` must be in [0, 1), got {self.prompt_dropout}. Use 0.0 to switch it off."
-            )
         if self.shallow and (isinstance(self.num_prompts, list) or self.reserve):
             raise ValueError(
                 "With `shallow=True` all prompts enter at the first block and none move, so `num_prompts` must be one "
                 f"number and `reserve` 0, got {self.num_prompts!r} and {self.reserve}. Give the number of prompts."
             )
-        if self.training is not None and not isinstance(self.training, dict):
-            raise ValueError(
-                f"`training` must be a dict that the relocator wrote, got {self.training!r}. Leave it out."
-            )
+        blocks, modules = self.num_blocks, self.modules_to_save
+        for name, valid, rule, instead in (
+            ("reserve", _is_count(self.reserve), "a whole number from 0 on", "Use 0 for none."),
+            ("prompt_dropout", 0.0 <= self.prompt_dropout < 1.0, "in [0, 1)", "Use 0.0 to switch it off."),
+            ("training", isinstance(self.training, dict | None), "a dict that the relocator wrote", "Leave it out."),
+            (
+                "num_blocks",
+                blocks is None or (_is_count(blocks) and 0 < blocks <= _MOST_BLOCKS),
+                f"a whole number from 1 to {_MOST_BLOCKS}",
+                "Leave it out.",
+            ),
+            ("modules_to_save", not isinstance(modules, str), "a list of names", f"Give [{modules!r}]."),
+            (
+                "problem_type",
+                self.problem_type in (None, *_PROBLEM_TYPES),
+                f"one of {', '.join(_PROBLEM_TYPES)}",
+                "Leave it out to store what the model's own config has.",
+            ),
+        ):
+            if not valid:
+                raise ValueError(f"`{name}` must be {rule}, got {getattr(self, name)!r}. {instead}")
         if self.backbone is not None:
             check_description(self.backbone)
-        if isinstance(self.modules_to_save, str):
-            raise ValueError(
-                f"`modules_to_save` must be a list of names, got the text {self.modules_to_save!r}. "
-                f"Give [{self.modules_to_save!r}]."
-            )
-        if self.problem_type not in (None, *_PROBLEM_TYPES):
-            raise ValueError(
-                f"`problem_type` must be one of {', '.join(_PROBLEM_TYPES)}, got {self.problem_type!r}. Leave it out "
-                "to store what the model's own config has."
-            )
         if self.id2label is not None:
-            self.id2label = _with_int_keys(self.id2label)
+            try:  # JSON makes text of a dict's keys
+                self.id2label = {int(index): str(name) for index, name in self.id2label.items()}
+            except (AttributeError, TypeError, ValueError):
+                raise ValueError(
+                    f"`id2label` must map the number of each class to its name, got {self.id2label!r}. "
+                    "Leave it out to store the names that the model's own config has."
+                ) from None
         # Not fields: they are not saved. transformers' own names are no names.
-        names = self.id2label or {}
-        self._labels_given = any(name != f"LABEL_{index}" for index, name in names.items())
+        self._labels_given = any(name != f"LABEL_{index}" for index, name in (self.id2label or {}).items())
         self._problem_type_given = self.problem_type is not None
 
     def _check_num_prompts(self) -> None:
         if isinstance(self.num_prompts, (list, tuple)):
             self.num_prompts = list(self.num_prompts)
-            valid = all(_is_count(count) for count in self.num_prompts) and sum(self.num_prompts) > 0
-            if not valid:
-                raise ValueError(
-                    f"`num_prompts` as a list must hold whole numbers from 0 on, not all of them 0, got "
-                    f"{self.num_prompts}. Give the number of prompts each block starts with."
-                )
-        elif not _is_count(self.num_prompts) or self.num_prompts < 1:
+            valid = all(map(_is_count, self.num_prompts)) and sum(self.num_prompts) > 0
+            rule = "as a list must hold whole numbers from 0 on, not all of them 0"
+        else:
+            valid = _is_count(self.num_prompts) and self.num_prompts > 0
+            rule = "must be at least 1"
+        if not valid:
             raise ValueError(
-                f"`num_prompts` must be at least 1, got {self.num_prompts!r}. "
-                "Give the number of prompts each block starts with."
+                f"`num_prompts` {rule}, got {self.num_prompts!r}. Give the number of prompts each block starts with."
             )
 
     def start_distribution(self, num_blocks: int) -> list[int]:
         """The number of prompts in each of L blocks at the start.
 
         Raises:
-            ValueError: If `num_prompts` is a list whose length is not `num_blocks`.
+            ValueError: If the config was made for another number of blocks.
         """
-        if isinstance(self.num_prompts, int):
-            return [self.num_prompts] + [0 if self.shallow else self.num_prompts] * (num_blocks - 1)
-        if len(self.num_prompts) != num_blocks:
+        if isinstance(self.num_prompts, list):
+            distribution, given = self.num_prompts, "`num_prompts` has a number for each of"
+        else:
+            rest = [0 if self.shallow else self.num_prompts] * ((self.num_blocks or num_blocks) - 1)
+            distribution, given = [self.num_prompts, *rest], "it was made for"
+        if len(distribution) != num_blocks:
             raise ValueError(
-                f"`num_prompts` as a list must have one number for each of the model's {num_blocks} blocks, got "
-                f"{len(self.num_prompts)} numbers. An adapter only fits the backbone it was made for."
+                f"An adapter only fits the number of blocks it was made for, but {given} {len(distribution)} blocks, "
+                f"and the model has {num_blocks}. Use the backbone it was made for, or make a new config."
             )
-        return self.num_prompts
+        return distribution
 
     def remember_labels(self, model: nn.Module) -> None:
-        """Take label names and kind of labels of an image classifier, unless they were given.
-
-        Args:
-            model: The base model. One that is no image classifier has no label names worth keeping.
-        """
+        """Take label names and kind of labels of an image classifier, unless they were given."""
         config: Any = getattr(model, "config", None)
         if config is None or "ForImageClassification" not in type(model).__name__:
             return
@@ -189,28 +234,12 @@ class ProVPTConfig(PeftConfig):
             self.problem_type = config.problem_type
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
-        """Write `adapter_config.json`, and bring the model card up to date where an adapter's tensors are beside it.
-
-        Args:
-            save_directory: The folder.
-            kwargs: Passed on to [`~peft.PeftConfig.save_pretrained`].
-        """
+        """Write `adapter_config.json` as PEFT does, and bring the model card up to date where an adapter's tensors are
+        beside it."""
         super().save_pretrained(save_directory, **kwargs)
         # `PeftModel.save_pretrained` writes its card and the tensors first and the config last, so all is there now.
-        from .model_card import update_model_card
-
-        update_model_card(save_directory, self, kwargs.get("auto_mapping_dict"))
-
-
-def _with_int_keys(id2label: Any) -> dict[int, str]:
-    """JSON makes text of the keys of a dict: turn them back."""
-    try:
-        return {int(index): str(name) for index, name in id2label.items()}
-    except (AttributeError, TypeError, ValueError):
-        raise ValueError(
-            f"`id2label` must map the number of each class to its name, got {id2label!r}. "
-            "Leave it out to store the names that the model's own config has."
-        ) from None
+        if ProVPTConfig.after_save is not None:
+            ProVPTConfig.after_save(save_directory, self, kwargs.get("auto_mapping_dict"))
 
 
 def _is_count(value: object) -> bool:

@@ -5,30 +5,23 @@ Legend: N prompts, D width of the widest block, L blocks, B images.
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.decorators import mark_unbacked
-from torch.autograd import forward_ad
 
-
-logger = logging.getLogger(__name__)
+from .gates import Gates
 
 
 def init_bound(patch_size: int | Sequence[int], hidden_size: int) -> float:
-    """The bound of VPT's uniform initialisation, sqrt(6 / (3 * patch area + d)).
-
-    Args:
-        patch_size: Side of a patch in pixels, or height and width.
-        hidden_size: Width d of the prompts.
-    """
+    """The bound of VPT's uniform initialisation, sqrt(6 / (3 * patch area + d)), for patches of a side, or height and
+    width, in pixels and prompts of width d."""
     height, width = (patch_size, patch_size) if isinstance(patch_size, int) else patch_size
     return math.sqrt(6.0 / (3 * height * width + hidden_size))
 
@@ -38,20 +31,35 @@ def _transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-@dataclass
-class KeptKeys:
-    """Keys and values of a block's prompts that are kept from one evaluation to the next.
+def check_prompts(
+    prompts: Tensor | None, blocks: Tensor | None, shape: tuple[int, int | None], num_blocks: int, shallow: bool
+) -> None:
+    """Check the tensors of an adapter.
 
     Args:
-        state: Addresses and versions of all that they depend on.
-        key, value: (1, H, n, d).
-        storages: The memory of what they depend on, so that nothing else gets an address of it.
-    """
+        prompts: Floating point of the shape (N, D); a D of None stands for any width.
+        blocks: Int64 of shape (N,), each in 0 … L, and 1 for a shallow adapter.
 
-    state: tuple[Any, ...]
-    key: torch.Tensor
-    value: torch.Tensor
-    storages: list[torch.UntypedStorage]
+    Raises:
+        ValueError: If they are not.
+    """
+    if prompts is None or blocks is None:
+        missing = "prompts" if prompts is None else "the prompts' blocks"
+        raise ValueError(f"An adapter consists of prompts and their blocks, but {missing} are missing. Save it anew.")
+    count, width = shape
+    first, last = (1, 1) if shallow else (0, num_blocks)
+    fits = prompts.dim() == 2 and len(prompts) == count and prompts.shape[1] == (width or prompts.shape[1]) > 0
+    if not (fits and prompts.is_floating_point()):
+        rule = f"The prompts must be floating point of shape ({count}, {width or 'width'})"
+        got = f"{prompts.dtype} of shape {tuple(prompts.shape)}"
+    elif tuple(blocks.shape) != (count,) or blocks.dtype != torch.int64:
+        rule = f"The prompts' blocks must be int64 of shape ({count},)"
+        got = f"{blocks.dtype} of shape {tuple(blocks.shape)}"
+    elif blocks.min() < first or blocks.max() > last:
+        rule, got = f"The prompts' blocks must be in {first} … {last}", f"{blocks.min()} … {blocks.max()}"
+    else:
+        return
+    raise ValueError(f"{rule}, got {got}. An adapter only fits the backbone and `num_prompts` it was made with.")
 
 
 class PromptBank(nn.Module, BaseTunerLayer):
@@ -71,14 +79,13 @@ class PromptBank(nn.Module, BaseTunerLayer):
     # PEFT finds an adapter's tensors in these containers, which are keyed by adapter name.
     adapter_layer_names = ("provpt_prompts",)
     other_param_names = ("provpt_prompt_blocks",)
-
     # `BaseTunerLayer` looks these up on the layer it wraps; the bank wraps none.
-    weight = None
-    bias = None
+    weight = bias = None
 
     def __init__(self, widths: Sequence[int], bound: float, reference: nn.Module) -> None:
         super().__init__()
         self.widths = list(widths)
+        self.num_blocks = len(widths)  # L
         self.bound = bound
         self.provpt_prompts = nn.ParameterDict()
         self.provpt_prompt_blocks = BufferDict(persistent=True)
@@ -87,44 +94,25 @@ class PromptBank(nn.Module, BaseTunerLayer):
         self.shallow: set[str] = set()
         # A tuple hides the module from `nn.Module`, which would make it a child of the bank.
         self._reference = (reference,)
-        self._rows: dict[str, list[torch.Tensor | None]] = {}
+        self._rows: dict[str, list[Tensor | None]] = {}
         # The buffer that an adapter's `_rows` were read from, and PyTorch's count of its changes then.
         self._read: dict[str, tuple[int, int | None]] = {}
-        # By adapter and block.
-        self.kept: dict[tuple[str, int], KeptKeys] = {}
-        self.observation: Observation | None = None
+        # While scores are measured: what the blocks pass their prompts through.
+        self.gates: Gates | None = None
+        # Within `keep`: keys and values by adapter, block, dtype and device.
+        self._kept: dict[tuple[Any, ...], tuple[Tensor, Tensor]] | None = None
         self.register_load_state_dict_post_hook(PromptBank._index_all)
 
-    @property
-    def num_blocks(self) -> int:
-        """L, the number of blocks."""
-        return len(self.widths)
-
     def add_adapter(
-        self,
-        adapter_name: str,
-        distribution: Sequence[int],
-        reserve: int,
-        dropout: float,
-        shallow: bool,
+        self, adapter_name: str, distribution: Sequence[int], reserve: int, dropout: float, shallow: bool
     ) -> None:
-        """Make the prompts of a new adapter.
-
-        Args:
-            adapter_name: Name of the adapter.
-            distribution: Prompts in each of the L blocks.
-            reserve: Prompts beyond those, in no block. They are the last rows.
-            dropout: Dropout on the prompts in training.
-            shallow: Whether the prompts enter as tokens at the first block, where all of them are and stay.
-        """
-        device, dtype = self._device_and_dtype()
+        """Make the prompts of a new adapter: those in each of the L blocks first, the reserve, in no block, last. A
+        shallow adapter's enter as tokens at the first block, where all of them are and stay."""
+        like = self._parameter()
         start = [block for block, count in enumerate(distribution, start=1) for _ in range(count)] + [0] * reserve
-        blocks = torch.tensor(start, dtype=torch.int64)  # (N,)
-        prompts = torch.empty(len(blocks), max(self.widths), device=device, dtype=dtype).uniform_(
-            -self.bound, self.bound
-        )
-        self.provpt_prompts[adapter_name] = nn.Parameter(prompts)
-        self.provpt_prompt_blocks[adapter_name] = blocks.to(device)
+        prompts = torch.empty(len(start), max(self.widths), device=like.device, dtype=like.dtype)  # (N, D)
+        self.provpt_prompts[adapter_name] = nn.Parameter(prompts.uniform_(-self.bound, self.bound))
+        self.provpt_prompt_blocks[adapter_name] = torch.tensor(start, dtype=torch.int64, device=like.device)  # (N,)
         self.dropout[adapter_name] = dropout
         if shallow:
             self.shallow.add(adapter_name)
@@ -133,13 +121,10 @@ class PromptBank(nn.Module, BaseTunerLayer):
     def delete_adapter(self, adapter_name: str) -> None:
         """Remove an adapter's prompts; the next adapter becomes active if this one was."""
         super().delete_adapter(adapter_name)
-        self.dropout.pop(adapter_name, None)
         self.shallow.discard(adapter_name)
-        self._rows.pop(adapter_name, None)
-        self._read.pop(adapter_name, None)
-        self.kept.clear()
-        if self.observation is not None and self.observation.adapter_name == adapter_name:
-            self.observation = None
+        for of_adapters in (self.dropout, self._rows, self._read):
+            of_adapters.pop(adapter_name, None)
+        self._forget()
 
     @property
     def enabled_adapter(self) -> str | None:
@@ -147,7 +132,7 @@ class PromptBank(nn.Module, BaseTunerLayer):
         active: Any = self.active_adapters
         return active[0] if active and not self.disable_adapters else None
 
-    def rows(self, adapter_name: str, block: int) -> torch.Tensor | None:
+    def rows(self, adapter_name: str, block: int) -> Tensor | None:
         """Indices of the prompts in a block (0 … L), int64 of shape (n,), in ascending order. None if it has none."""
         # Weight averaging, for one, writes into all buffers of a copy of the model.
         readable = not (torch.compiler.is_compiling() or _transformed())
@@ -155,36 +140,34 @@ class PromptBank(nn.Module, BaseTunerLayer):
             self._index(adapter_name)
         return self._rows[adapter_name][block]
 
-    def keeps(self) -> bool:
-        """Whether keys and values of this forward pass may be kept for the next ones.
+    @contextmanager
+    def keep(self) -> Iterator[None]:
+        """Keep keys and values from one forward pass to the next. Contexts within each other share what they keep."""
+        before, self._kept = self._kept, {} if self._kept is None else self._kept
+        try:
+            yield
+        finally:
+            self._kept = before
 
-        A pass with gradients, after which a step of an optimizer is to be expected, drops those that were. Nothing is
-        kept where passes are recorded or transformed, and in several processes, where FSDP gives changed weights old
-        addresses and versions.
-        """
-        if torch.compiler.is_compiling():
-            return False
-        if torch.is_grad_enabled():
-            self.kept.clear()
-            return False
-        captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-        transformed = _transformed() or forward_ad._current_level >= 0
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        return not (self.training or torch.jit.is_tracing() or captured or transformed or distributed)
+    def kept(self) -> dict[tuple[Any, ...], tuple[Tensor, Tensor]] | None:
+        """Where this forward pass finds the keys and values that are kept, and leaves its own. None if it has to make
+        them anew: outside of `keep`, with gradients or dropout, and where passes are recorded or transformed."""
+        if self._kept is None or torch.is_grad_enabled() or self.training or torch.compiler.is_compiling():
+            return None
+        return None if torch.jit.is_tracing() or _transformed() else self._kept
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles begin without what is kept."""
-        return self.__dict__ | {"kept": {}}
+        """Copies and pickles keep nothing."""
+        return self.__dict__ | {"_kept": None, "gates": None}
 
-    def train(self, mode: bool = True) -> PromptBank:
-        """Set training mode, and forget keys and values that were kept."""
-        self.kept.clear()
-        return super().train(mode)
+    def _forget(self) -> None:
+        if self._kept is not None:
+            self._kept.clear()
 
     def _index(self, adapter_name: str) -> None:
         """Read an adapter's buffer into `rows`. Only done after a change of the buffer, so that a forward pass neither
         synchronises with the device nor has a shape that depends on data."""
-        self.kept.clear()
+        self._forget()
         buffer = self.provpt_prompt_blocks[adapter_name]
         self._read[adapter_name] = self._state_of_buffer(adapter_name)
         if buffer.device.type == "meta":
@@ -192,13 +175,10 @@ class PromptBank(nn.Module, BaseTunerLayer):
         by_block: list[list[int]] = [[] for _ in range(self.num_blocks + 1)]
         for prompt, block in enumerate(buffer.tolist()):
             by_block[block].append(prompt)
-        self._rows[adapter_name] = [
-            torch.tensor(rows, dtype=torch.int64, device=buffer.device) if rows else None for rows in by_block
-        ]
-        # One compiled graph for any number of prompts but 0.
+        self._rows[adapter_name] = [torch.tensor(rows, device=buffer.device) if rows else None for rows in by_block]
         for rows in self._rows[adapter_name]:
             if rows is not None:
-                mark_unbacked(rows, 0, min=1)
+                mark_unbacked(rows, 0, min=1)  # one compiled graph for any number of prompts but 0
 
     def _state_of_buffer(self, adapter_name: str) -> tuple[int, int | None]:
         """Which buffer it is, and how often it was written to where PyTorch counts it."""
@@ -210,22 +190,16 @@ class PromptBank(nn.Module, BaseTunerLayer):
             self._index(adapter_name)
 
     def move(self, adapter_name: str, prompt: int, block: int) -> None:
-        """Give a prompt to a block. Only the buffer changes.
-
-        Args:
-            adapter_name: Name of the adapter.
-            prompt: Index of the prompt, 0 … N-1.
-            block: Its new block, 1 … L, or 0 for undistributed.
+        """Give a prompt, 0 … N-1, to a block, 1 … L or 0 for undistributed. Only the buffer changes.
 
         Raises:
             IndexError: If there is no such prompt.
             ValueError: If there is no such block, or if the adapter is shallow.
         """
         buffer = self.provpt_prompt_blocks[adapter_name]
-        if not 0 <= prompt < len(buffer):
-            raise IndexError(
-                f"`prompt` must be in 0 … {len(buffer) - 1}, got {prompt}. The adapter has {len(buffer)} prompts."
-            )
+        count = len(buffer)
+        if not 0 <= prompt < count:
+            raise IndexError(f"`prompt` must be in 0 … {count - 1}, got {prompt}. The adapter has {count} prompts.")
         if not 0 <= block <= self.num_blocks:
             raise ValueError(
                 f"`block` must be in 0 … {self.num_blocks}, got {block}. Blocks are counted from 1; "
@@ -239,113 +213,28 @@ class PromptBank(nn.Module, BaseTunerLayer):
         buffer[prompt] = block
         self._index(adapter_name)
 
-    def check(self, adapter_name: str, prompts: torch.Tensor | None, blocks: torch.Tensor | None) -> None:
-        """Check tensors that are to become, or are to be saved as, an adapter's prompts and their blocks.
-
-        Args:
-            adapter_name: Name of the adapter, which the bank has already.
-            prompts: Should be floating point of the bank's own shape, (N, D).
-            blocks: Should be int64 of shape (N,), each in 0 … L, and 1 for a shallow adapter.
-
-        Raises:
-            ValueError: If they are not.
-        """
+    def check(self, adapter_name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Check an adapter's tensors on their way to or from a file, before any of them is written anywhere."""
+        prompts, blocks = (
+            next((tensor for key, tensor in tensors.items() if key.endswith(f".{container}.{adapter_name}")), None)
+            for container in (*self.adapter_layer_names, *self.other_param_names)
+        )
         shape = (len(self.provpt_prompt_blocks[adapter_name]), max(self.widths))
-        made_for = "An adapter only fits the backbone and `num_prompts` it was made with."
-        if prompts is None or blocks is None:
-            missing = "prompts" if prompts is None else "the prompts' blocks"
-            raise ValueError(
-                f"An adapter consists of prompts and their blocks, but {missing} are missing. Save it anew."
-            )
-        if tuple(prompts.shape) != shape or not prompts.is_floating_point():
-            raise ValueError(
-                f"The prompts must be floating point of shape {shape} ({self.num_blocks} blocks), got {prompts.dtype} "
-                f"of shape {tuple(prompts.shape)}. {made_for}"
-            )
-        if tuple(blocks.shape) != shape[:1] or blocks.dtype != torch.int64:
-            raise ValueError(
-                f"The prompts' blocks must be int64 of shape {shape[:1]}, got {blocks.dtype} of shape "
-                f"{tuple(blocks.shape)}. {made_for}"
-            )
-        first, last = (1, 1) if adapter_name in self.shallow else (0, self.num_blocks)
-        if blocks.min() < first or blocks.max() > last:
-            raise ValueError(
-                f"The prompts' blocks must be in {first} … {last}, got {blocks.min()} … {blocks.max()}. {made_for}"
-            )
+        check_prompts(prompts, blocks, shape, self.num_blocks, adapter_name in self.shallow)
 
-    def _device_and_dtype(self) -> tuple[torch.device, torch.dtype]:
-        parameter = next(self._reference[0].parameters())
-        return parameter.device, parameter.dtype
+    def _parameter(self) -> Tensor:
+        """One of the frozen backbone's, whose device and dtype prompts take."""
+        return next(self._reference[0].parameters())
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
-        if device is None:
-            device, _ = self._device_and_dtype()
+        device = self._parameter().device if device is None else device
         prompts = self.provpt_prompts[adapter_name]
         if prompts.device.type != "meta":
             prompts.data = prompts.data.to(device)
         self.provpt_prompt_blocks[adapter_name] = self.provpt_prompt_blocks[adapter_name].to(device)
         self._index(adapter_name)
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PromptBank:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PromptBank:
         super()._apply(fn, recurse)
         self._index_all()
         return self
-
-
-# Powers of a score that are summed. The 3rd and 4th are for the spread of a score to second order.
-POWERS = 4
-
-
-def moments_of(scores: torch.Tensor) -> torch.Tensor:
-    """Scores of images (B, n) to the sums of their 1st to 4th power and the number of images, (5, n)."""
-    count = torch.full_like(scores[0], scores.shape[0])
-    return torch.stack([*((scores**power).sum(dim=0) for power in range(1, POWERS + 1)), count])
-
-
-class Observation:
-    """What the blocks report of each prompt in the backward pass: a first-order score for each image.
-
-    The scores arrive as the "gradient" of a tensor `moments` of shape (5, N). A block passes its columns through an
-    autograd function (see `attention.py`) whose backward returns, for each prompt, the sums over the images of the
-    score and of its 2nd to 4th power, and the number of images. So micro-batches add up by themselves, a forward
-    without a backward counts for nothing, activation checkpointing counts once, and gradient clipping, which sees
-    parameters only, has no part in it.
-
-    Args:
-        score: `"gate"`, the derivative with respect to the weight of a prompt's key in the attention, `"fisher"`, that
-            with respect to the prompt's share in the attention's output, or `"taylor"`, Eq. 6 of the paper.
-        adapter_name: The adapter whose prompts are observed, while it is the enabled one.
-        num_prompts: N.
-    """
-
-    # Batches that may report without anybody reading it, before a warning says so.
-    UNREAD_BATCHES = 100
-
-    def __init__(self, score: str, adapter_name: str, num_prompts: int) -> None:
-        self.score = score
-        self.adapter_name = adapter_name
-        self.moments = torch.zeros(POWERS + 1, num_prompts, requires_grad=True)
-        self._unread = 0
-
-    def count_batch(self) -> None:
-        """Notice a training batch; warn once if nobody reads what many of them report."""
-        self._unread += 1
-        if self._unread == self.UNREAD_BATCHES:
-            logger.warning(
-                "Relocation is set up but was not stepped in the last %d batches. Unless you accumulate the gradients "
-                "of as many, no prompt is going to move: call `Relocator.record_step(loss)` before each step of the "
-                "optimizer, or use `RelocationTrainerCallback`.",
-                self.UNREAD_BATCHES,
-            )
-
-    def columns(self, rows: torch.Tensor) -> torch.Tensor:
-        """The moments of some prompts, (5, n), on the device of their indices."""
-        if self.moments.device != rows.device:
-            self.moments = torch.zeros_like(self.moments, device=rows.device, requires_grad=True)
-        return self.moments[:, rows]
-
-    def take(self) -> torch.Tensor | None:
-        """The moments since the last call, (5, N) float32, or None if no backward pass reported any."""
-        self._unread = 0
-        moments, self.moments.grad = self.moments.grad, None
-        return moments

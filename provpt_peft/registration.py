@@ -15,8 +15,7 @@ def _add_enum_member(name: str) -> None:
     """Add `name` to `PeftType`. PEFT only registers methods that are members of this enum, and Python's enums are
     closed, so the member is written into the tables that `enum` itself fills when a class is made."""
     member = str.__new__(PeftType, name)
-    member._name_ = name
-    member._value_ = name
+    member._name_ = member._value_ = name
     member._sort_order_ = len(PeftType._member_names_)
     PeftType._member_names_.append(name)
     PeftType._member_map_[name] = member
@@ -27,11 +26,7 @@ def _add_enum_member(name: str) -> None:
 
 
 def register(config_cls: type, model_cls: type) -> None:
-    """Make `PROVPT` a PEFT method. Calling it again changes nothing.
-
-    Args:
-        config_cls: The configuration class, `ProVPTConfig`.
-        model_cls: The tuner class, `ProVPTModel`.
+    """Make `PROVPT` a PEFT method, with its config and its tuner. Calling it again changes nothing.
 
     Raises:
         RuntimeError: If PEFT already has a method of this name, or one that uses our prefix, that is not ours.

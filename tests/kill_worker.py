@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from training import outcome, trained
+from training import every_epoch, outcome, trained
 from transformers import Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -40,20 +40,23 @@ def newest_complete_checkpoint(folder):
 def resume(folder, settings, callbacks=()):
     """Train to the end from the newest complete checkpoint in the folder, and return what has to be equal."""
     checkpoint = newest_complete_checkpoint(folder)
-    return outcome(*trained(folder, resume_from_checkpoint=checkpoint, callbacks=callbacks, **settings))
+    trainer_and_callback = trained(
+        folder, resume_from_checkpoint=checkpoint, config=every_epoch(), callbacks=callbacks, **settings
+    )
+    return outcome(*trainer_and_callback)
 
 
-def save_outcome(path, history_and_tensors):
+def save_outcome(path, outcome):
     """Write an outcome, exact to the bit: JSON keeps floats that Python prints in full."""
-    history, tensors = history_and_tensors
+    history, tensors, state = outcome
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(tensors, path, metadata={"history": json.dumps(history)})
+    save_file(tensors, path, metadata={"history": json.dumps(history), "state": json.dumps(state)})
 
 
 def load_outcome(path):
     with safe_open(path, "pt") as file:
-        history = json.loads(file.metadata()["history"])
-    return history, load_file(path)
+        metadata = file.metadata()
+    return json.loads(metadata["history"]), load_file(path), json.loads(metadata["state"])
 
 
 class Slow(TrainerCallback):

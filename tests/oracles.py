@@ -1,4 +1,4 @@
-"""Prompts as tokens that go through the attention of families which `prepended.py` of the benchmarks does not know.
+"""Prompts as tokens that go through the attention of families which `examples/research/prepended.py` does not know.
 
 Where there is a mask or a relative position bias of the image's size, tokens cannot be prepended to the whole block.
 They are prepended to the attention's input, and dropped from its output. The attention's own `forward` does the rest,
@@ -11,9 +11,10 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
-from prepended import prepend_prompts, prepend_prompts_in_windows
 from torch import nn
 from torch.nn import functional as F
+
+from examples.research.prepended import prepend_prompts, prepend_prompts_in_windows
 
 
 Undo = Callable[[], None]

@@ -14,9 +14,10 @@ import tiny
 import torch
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 from packaging import version
+from training import every_prompt_idle, readable
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from provpt_peft import RelocationTrainerCallback
+from provpt_peft import ProVPTModel, RelocationTrainerCallback
 
 
 SCENARIOS = {
@@ -26,7 +27,8 @@ SCENARIOS = {
     # Nothing but the placement of prompts and the policy changes.
     "frozen": dict(arguments=dict(learning_rate=0.0)),
     "accumulated": dict(arguments=dict(learning_rate=0.0, gradient_accumulation_steps=2)),
-    "empty_block": dict(adapter=dict(num_prompts=[6, 6, 0, 0])),
+    # The greedy policy tries a block that is empty.
+    "empty_block": dict(adapter=dict(num_prompts=[6, 6, 0, 0]), relocation=dict(allocator="greedy")),
     # These two are to come out alike, and `sharded`.
     "plain": dict(arguments=dict(eval_strategy="epoch")),
     "checkpointed": dict(
@@ -39,8 +41,11 @@ SCENARIOS = {
 }
 # The release that this was run with; the FSDP plugin of 1.7 asks for a GPU.
 HAS_FSDP_2 = version.parse(accelerate.__version__) >= version.parse("1.15")
-MEASURED = dict(idleness="fisher", score_images=6, screen=2, trigger="always", prompts_per_relocation=2)
+# Six images are a whole batch of the first process and a part of another.
+MEASURED = dict(score_images=6, prompts_per_relocation=2)
 SCENARIOS["measured"] = dict(relocation=MEASURED)
+# As if each process augmented its images in its own way.
+SCENARIOS["own_images"] = dict(relocation=dict(score_images=6), own_images=True)
 if HAS_FSDP_2:
     FSDP = dict(eval_strategy="epoch", fsdp=True, fsdp_config={"transformer_layer_cls_to_wrap": ["ViTLayer"]})
     SCENARIOS["sharded"] = dict(arguments=FSDP)
@@ -50,8 +55,8 @@ if HAS_FSDP_2:
 class Images(torch.utils.data.Dataset):
     """Notes which images this process has asked for."""
 
-    def __init__(self, count=24):
-        self.pixel_values, self.labels = tiny.images(count, seed=3), tiny.labels(count, seed=4)
+    def __init__(self, count=24, brighter=0):
+        self.pixel_values, self.labels = tiny.images(count, seed=3) + brighter, tiny.labels(count, seed=4)
         self.seen = []
 
     def __len__(self):
@@ -63,10 +68,16 @@ class Images(torch.utils.data.Dataset):
 
 
 class Epochs(TrainerCallback):
-    """Notes the distribution with which each epoch was trained."""
+    """Notes the images that scores are measured on, and the distribution with which each epoch was trained."""
 
-    def __init__(self):
+    def __init__(self, callback, data):
+        self.callback, self.data = callback, data
         self.distributions = []
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        batches = self.callback.relocator.score_batches
+        self.score_images = [batch["pixel_values"].flatten(1).sum(1).tolist() for batch in batches]
+        self.seen_before = len(self.data.seen)
 
     def on_epoch_end(self, args, state, control, model=None, **kwargs):
         self.distributions.append(model.base_model.prompt_distribution())
@@ -76,10 +87,11 @@ def make(scenario, folder, batch_size, **arguments):
     """A trainer of four epochs of 24 images, its callback, and what notes what it did."""
     settings = SCENARIOS[scenario]
     model = tiny.prompted(tiny.make("vit"), **settings.get("adapter", {}))
-    data, epochs = Images(), Epochs()
-    # Scores of the training steps, which the processes have to add up, unless the scenario says otherwise.
-    relocation = dict(idleness="gate", score_images=0, settle=0.0) | settings.get("relocation", {})
-    callback = RelocationTrainerCallback(relocation, score_dataset=Images(6) if relocation["score_images"] else None)
+    data = Images(brighter=PartialState().process_index if settings.get("own_images") else 0)
+    # A prompt is moved for certain, and the scores are those of all images, unless the scenario says otherwise.
+    relocation = dict(idleness=every_prompt_idle, settle=0.0) | settings.get("relocation", {})
+    callback = RelocationTrainerCallback(relocation)
+    epochs = Epochs(callback, data)
     defaults = dict(num_train_epochs=4, learning_rate=1e-2, ddp_find_unused_parameters=False, save_strategy="no")
     args = TrainingArguments(
         str(folder), per_device_train_batch_size=batch_size, report_to="none", disable_tqdm=True,
@@ -104,19 +116,20 @@ def train(scenario, folder, batch_size):
     for module in sharded:
         module.reshard()
     trainer.save_model(str(folder / "adapter"))
-    tuner = callback.relocator.tuner
+    tuner = next(module for module in trainer.model.modules() if isinstance(module, ProVPTModel))
     prompts = tuner.prompts()
     moments = [prompts, *(m for m in trainer.optimizer.state[prompts].values() if m.shape == prompts.shape)]
-    policy = callback.relocator.policy.ppo
     return {
         "world_size": trainer.args.world_size,
         "sharded_modules": len(sharded),
         "local_shape": list((prompts.to_local() if sharded else prompts).shape),
-        "seen": data.seen,
+        "score_images": epochs.score_images,
+        "seen_before": epochs.seen_before,
+        "seen": data.seen[epochs.seen_before :],
         "history": [asdict(record) for record in callback.history],
         "prompt_blocks": tuner.prompt_blocks().tolist(),
         "prompts": [(m.full_tensor() if sharded else m).tolist() for m in moments],
-        "policy": [p.flatten().tolist() for net in (policy.actor, policy.critic) for p in net.parameters()],
+        "state": readable(callback.state()),
         "distributions": epochs.distributions,
     }
 

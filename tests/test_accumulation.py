@@ -3,22 +3,18 @@
 import pytest
 import tiny
 import torch
-from training import Images
-from transformers import Trainer, TrainingArguments
-
-from provpt_peft import RelocationConfig, RelocationTrainerCallback
+from training import moving, trained
+from transformers import Trainer
 
 
 def run(folder, batch_size, accumulation, trainer_class=Trainer, **settings):
     """Two moves' worth of history. Learning rate 0, since clipping changes what is learned."""
-    callback = RelocationTrainerCallback(RelocationConfig(settle=0.0))
-    arguments = TrainingArguments(
-        str(folder), num_train_epochs=3, per_device_train_batch_size=batch_size,
-        gradient_accumulation_steps=accumulation, learning_rate=0.0, save_strategy="no", report_to="none",
-        disable_tqdm=True, dataloader_pin_memory=False, use_cpu=True, seed=0, **settings,
+    _, callback = trained(
+        # Ten images are no whole number of micro-batches of 8 or 4.
+        folder, config=moving(score_images=10), model=tiny.prompted(tiny.make("vit")), trainer_class=trainer_class,
+        num_train_epochs=3, per_device_train_batch_size=batch_size, gradient_accumulation_steps=accumulation,
+        learning_rate=0.0, **settings,
     )  # fmt: skip
-    model = tiny.prompted(tiny.make("vit"))
-    trainer_class(model, arguments, train_dataset=Images(), callbacks=[callback]).train()
     return callback.history
 
 

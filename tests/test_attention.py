@@ -6,7 +6,8 @@ import pytest
 import tiny
 import torch
 from oracles import prepend
-from prepended import prepend_prompts, prepend_prompts_in_windows
+
+from examples.research.prepended import prepend_prompts, prepend_prompts_in_windows
 
 
 def run(model, inputs, prompts):

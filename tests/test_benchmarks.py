@@ -1,17 +1,70 @@
-"""The statistics of the benchmarks, by hand."""
+"""The statistics of the research scripts, by hand, and the reports of their results."""
 
 import argparse
+import importlib
+import re
 import sys
 
-import cost
-import offline
 import pytest
-import tasks
+import tiny
 import torch
-from adjustments import variance_components
-from common import append_lines, peak_memory, starting_prompts
-from methods import print_tables, read_runs, relocation_config, relocation_settings
 from scipy import ndimage
+
+from examples.research import cost, offline, overheads, tasks
+from examples.research.adjustments import variance_components
+from examples.research.common import append_lines, peak_memory, starting_prompts
+from examples.research.methods import print_tables, read_runs, relocation_config, relocation_settings
+
+
+REPORTS = {
+    "adjustments": [],
+    "cost": ["--num_prompts", "10", "100"],
+    "idleness_fidelity": [],
+    "offline": ["--device", "cpu"],
+    "strategies": [],
+}
+
+
+def rows_of(text):
+    return [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| ---")]
+
+
+@pytest.fixture
+def report(tmp_path, monkeypatch, capsys):
+    """The rows that a research script prints of its committed results. Its pictures go to a temporary folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(name, *arguments):
+        monkeypatch.setattr(sys, "argv", [name, "--report", "--threads", "1", *arguments])
+        importlib.import_module(f"examples.research.{name}").main()
+        return rows_of(capsys.readouterr().out)
+
+    return run
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_reports_of_the_committed_results(report, name):
+    assert len(report(name, *REPORTS[name])) > 10
+
+
+def marked_tables():
+    """Page, command and text of what stands between `<!-- NAME --report ... -->` and `<!-- end -->` in the docs."""
+    for page in sorted((tiny.FOLDER.parent / "docs").glob("*.md")):
+        marked = re.findall(r"<!-- (\w+)(?:\.py)? --report(.*?) -->(.*?)<!-- end -->", page.read_text(), re.DOTALL)
+        yield from ((page.name, name, options.split(), text) for name, options, text in marked)
+
+
+def test_the_tables_of_the_docs_are_those_of_the_reports(report):
+    found = list(marked_tables())
+    assert found
+    for page, name, options, text in found:
+        missing = set(rows_of(text)) - set(report(name, *options))
+        assert not missing, (page, name, options)
+
+
+def test_a_relocation_is_timed_that_moves_a_prompt():
+    median, slowest = overheads.relocation_ms(num_prompts=2, rounds=2)
+    assert 0 < median <= slowest
 
 
 def test_variance_components():

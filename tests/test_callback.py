@@ -1,7 +1,8 @@
 """A real Trainer on a tiny ViT: when relocations happen, what a resumed run does, what is logged."""
 
+import gc
 import json
-import math
+import weakref
 from dataclasses import asdict
 
 import datasets
@@ -10,12 +11,32 @@ import pytest
 import tiny
 import torch
 from torch.nn import functional as F
-from training import STEPS_AN_EPOCH, Images, assert_equal, make_trainer, outcome, trained
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from training import (
+    STEPS_AN_EPOCH,
+    Images,
+    assert_equal,
+    every_epoch,
+    make_trainer,
+    moving,
+    no_prompt_idle,
+    outcome,
+    trained,
+)
+from transformers import Trainer, TrainerCallback
 
 from provpt_peft import RelocationConfig, RelocationTrainerCallback, Relocator
-from provpt_peft.modes import fixed_randomness
-from provpt_peft.reporting import report_distribution
+from provpt_peft.evaluation import fixed_randomness
+from provpt_peft.trainer.reporting import report_distribution
+
+
+class ScoreBatches(TrainerCallback):
+    """Keeps what scores are measured on, which the callback lets go of after training."""
+
+    def __init__(self, callback):
+        self.callback = callback
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.batches = self.callback.relocator.score_batches
 
 
 class Watch(TrainerCallback):
@@ -41,7 +62,9 @@ class Watch(TrainerCallback):
 
 def test_moves_happen_at_the_start_of_epochs_after_the_first(tmp_path):
     watch = Watch()
-    trainer, callback = trained(tmp_path, callbacks=[watch], eval_strategy="epoch", save_strategy="epoch")
+    trainer, callback = trained(
+        tmp_path, config=every_epoch(), callbacks=[watch], eval_strategy="epoch", save_strategy="epoch"
+    )
     assert trainer.state.global_step == 4 * STEPS_AN_EPOCH
     assert [record.epoch for record in callback.history] == [1, 2, 3]
     blocks = {
@@ -61,8 +84,16 @@ def test_moves_happen_at_the_start_of_epochs_after_the_first(tmp_path):
             assert distribution == steps[step - 1]
 
 
+def test_nothing_moves_in_the_second_half_by_default(tmp_path):
+    _, callback = trained(tmp_path, num_train_epochs=6)
+    assert [record.epoch for record in callback.history] == [1, 2]
+    _, callback = trained(tmp_path, num_train_epochs=6, config=moving(settle=0.5, warmup_epochs=2))
+    assert [record.epoch for record in callback.history] == [2]
+
+
 def test_the_last_reward_is_learned_without_a_further_move(tmp_path):
-    trainer, callback = trained(tmp_path)
+    trainer, callback = trained(tmp_path, config=every_epoch())
+    assert len(callback.history) == 3
     assert all(record.reward is not None for record in callback.history)
     blocks = tiny.prompted(tiny.make("vit")).base_model.prompt_blocks()
     for record in callback.history:
@@ -70,36 +101,28 @@ def test_the_last_reward_is_learned_without_a_further_move(tmp_path):
     assert torch.equal(trainer.model.base_model.prompt_blocks(), blocks)
 
 
-def test_loss_is_the_trainer_s_exact_mean(tmp_path):
-    losses = []
-
-    class Recording(Trainer):
-        def training_step(self, *args, **kwargs):
-            loss = super().training_step(*args, **kwargs)
-            losses.append(loss.item())
-            return loss
-
-    model = tiny.prompted(tiny.make("vit"))
-    callback = RelocationTrainerCallback(RelocationConfig(idleness="gate", score_images=0, settle=0.0))
-    args = TrainingArguments(
-        str(tmp_path), num_train_epochs=3, per_device_train_batch_size=4, logging_steps=4, report_to="none",
-        disable_tqdm=True, save_strategy="no", dataloader_pin_memory=False, use_cpu=True,
-    )  # fmt: skip
-    Recording(model, args, train_dataset=Images(), callbacks=[callback]).train()
-    means = [sum(losses[i : i + 6]) / 6 for i in (0, 6, 12)]
-    for record, before, after in zip(callback.history, means[:-1], means[1:], strict=True):
-        assert record.loss_before == pytest.approx(before, rel=1e-6)
-        assert record.loss_after == pytest.approx(after, rel=1e-6)
-        assert record.reward == pytest.approx(before - after - record.idleness, abs=1e-6)
-
-
-def test_relocation_leaves_dropout_and_shuffling_as_they_were(tmp_path):
-    """With a score that never stands out nothing moves, and training is what it is without the callback."""
-    never = RelocationConfig(significance=1e9)
-    with_callback, callback = trained(tmp_path, config=never)
+@pytest.mark.parametrize("never", [dict(warmup_epochs=99), dict(idleness=no_prompt_idle)])
+def test_relocation_leaves_dropout_and_shuffling_as_they_were(tmp_path, never):
+    """Where nothing moves, measured or not, training is what it is without the callback."""
+    with_callback, callback = trained(tmp_path, config=every_epoch(**never))
     without, _ = trained(tmp_path, callback=False)
     assert callback.history == []
     assert torch.equal(with_callback.model.base_model.prompts(), without.model.base_model.prompts())
+
+
+def test_after_training_the_callback_holds_neither_model_nor_data(tmp_path):
+    trainer, callback = trained(tmp_path, config=every_epoch())
+    held = weakref.ref(trainer.model), weakref.ref(trainer.train_dataset), weakref.ref(trainer)
+    state, history, distribution = callback.state(), callback.history, trainer.model.base_model.prompt_distribution()
+    assert callback.relocator is None
+    del trainer
+    gc.collect()
+    assert [reference() for reference in held] == [None, None, None]
+    assert callback.run().distribution == distribution
+    assert callback.run().epochs == 4
+    assert callback.history is history
+    assert len(history) == 3
+    assert callback.state() == state
 
 
 # ---- resume ---------------------------------------------------------------------------------------------------------
@@ -109,8 +132,11 @@ def test_relocation_leaves_dropout_and_shuffling_as_they_were(tmp_path):
 @pytest.mark.parametrize("step", [4, 8, 12, 20])
 def test_resumed_run_equals_an_uninterrupted_one(tmp_path, step, restore):
     # Steps 4, 8 and 20 are inside an epoch; 12 ends one.
-    settings = dict(save_strategy="steps", save_steps=4, restore_callback_states_from_checkpoint=restore)
+    settings = dict(
+        config=every_epoch(), save_strategy="steps", save_steps=4, restore_callback_states_from_checkpoint=restore
+    )
     expected = outcome(*trained(tmp_path, **settings))
+    assert len(expected[0]) == 3
     trainer, _ = trained(tmp_path, resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"), **settings)
     # With `restore_callback_states_from_checkpoint` the Trainer makes an instance of its own.
     (callback,) = (c for c in trainer.callback_handler.callbacks if isinstance(c, RelocationTrainerCallback))
@@ -118,7 +144,7 @@ def test_resumed_run_equals_an_uninterrupted_one(tmp_path, step, restore):
 
 
 def test_resume_with_gradient_accumulation(tmp_path):
-    settings = dict(save_strategy="steps", save_steps=2, gradient_accumulation_steps=2)
+    settings = dict(config=every_epoch(), save_strategy="steps", save_steps=2, gradient_accumulation_steps=2)
     expected = outcome(*trained(tmp_path, **settings))
     resumed = trained(tmp_path, resume_from_checkpoint=str(tmp_path / "checkpoint-4"), **settings)
     assert_equal(outcome(*resumed), expected)
@@ -127,8 +153,9 @@ def test_resume_with_gradient_accumulation(tmp_path):
 def test_resume_from_a_best_checkpoint_inside_an_epoch(tmp_path):
     # The Trainer decides to save after it has evaluated and logged.
     settings = dict(
-        save_strategy="best", metric_for_best_model="loss", greater_is_better=True, eval_strategy="steps", eval_steps=4
-    )
+        config=every_epoch(), save_strategy="best", metric_for_best_model="loss", greater_is_better=True,
+        eval_strategy="steps", eval_steps=4,
+    )  # fmt: skip
     expected = outcome(*trained(tmp_path, model=tiny.prompted(tiny.make("vit")), **settings))
     checkpoint = tmp_path / "checkpoint-4"
     resumed = trained(
@@ -140,8 +167,9 @@ def test_resume_from_a_best_checkpoint_inside_an_epoch(tmp_path):
 def test_checkpoint_without_the_callback_starts_afresh_and_says_so(tmp_path, caplog):
     trained(tmp_path, callback=False, save_strategy="steps", save_steps=6)
     _, callback = trained(
-        tmp_path, resume_from_checkpoint=str(tmp_path / "checkpoint-6"), save_strategy="steps", save_steps=6
-    )
+        tmp_path, resume_from_checkpoint=str(tmp_path / "checkpoint-6"), config=every_epoch(), save_strategy="steps",
+        save_steps=6,
+    )  # fmt: skip
     assert "written without RelocationTrainerCallback, so relocation starts afresh at step 6" in caplog.text
     assert [record.epoch for record in callback.history] == [1, 2]
 
@@ -153,21 +181,13 @@ def test_best_model_is_loaded_with_its_distribution(tmp_path):
             metrics["eval_loss"] = float(self.state.global_step)
             return metrics
 
-    watch = Watch()
-    model = tiny.prompted(tiny.make("vit"))
-    callback = RelocationTrainerCallback(RelocationConfig(settle=0.0, trigger="always"))
-    args = TrainingArguments(
-        str(tmp_path), num_train_epochs=4, per_device_train_batch_size=4, learning_rate=1e-2, eval_strategy="epoch",
-        save_strategy="epoch", load_best_model_at_end=True, metric_for_best_model="loss", report_to="none",
-        disable_tqdm=True, dataloader_pin_memory=False, use_cpu=True,
+    trainer, callback = trained(
+        tmp_path, config=moving(), trainer_class=WorseAndWorse, eval_strategy="epoch", save_strategy="epoch",
+        load_best_model_at_end=True, metric_for_best_model="loss",
     )  # fmt: skip
-    trainer = WorseAndWorse(
-        model, args, train_dataset=Images(), eval_dataset=Images(8, 5), callbacks=[callback, watch]
-    )
-    trainer.train()
     assert trainer.state.best_model_checkpoint.endswith("checkpoint-6")
     assert any(record.block != record.from_block for record in callback.history)
-    assert model.base_model.prompt_distribution() == [3, 3, 3, 3]
+    assert trainer.model.base_model.prompt_distribution() == [3, 3, 3, 3]
 
 
 def test_best_checkpoint_of_a_model_around_the_adapter(tmp_path):
@@ -185,11 +205,11 @@ def test_best_checkpoint_of_a_model_around_the_adapter(tmp_path):
     )  # fmt: skip
     trainer.train()
     assert trainer.state.best_model_checkpoint is not None
-    assert callback.relocator.epoch == 2
+    assert callback.run().epochs == 2
 
 
 def test_training_again_starts_afresh(tmp_path):
-    trainer, callback = trained(tmp_path, num_train_epochs=2)
+    trainer, callback = trained(tmp_path, config=moving(), num_train_epochs=2)
     first = callback.history
     trainer.train()
     assert callback.history is not first
@@ -206,26 +226,14 @@ def test_trainer_without_an_adapter(tmp_path):
 
 
 def test_nan_in_one_epoch_moves_nothing_and_goes_on(tmp_path):
-    class Broken(Images):
-        calls = 0
+    class Broken(Trainer):
+        def compute_loss(self, model, inputs, **kwargs):
+            loss = super().compute_loss(model, inputs, **kwargs)
+            # At the relocation after the second epoch, which is measured in eval mode.
+            broken = self.state.global_step == 12 and not model.training
+            return loss * float("nan") if broken else loss
 
-        def __getitem__(self, index):
-            item = super().__getitem__(index)
-            Broken.calls += 1
-            # The second epoch's batches; the prompts' own gradients are kept out of it below.
-            if 24 < Broken.calls <= 48:
-                item["pixel_values"] = item["pixel_values"] * math.nan
-            return item
-
-    class SkipsBadSteps(TrainerCallback):
-        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-            for parameter in model.parameters():
-                if parameter.grad is not None and not parameter.grad.isfinite().all():
-                    parameter.grad = None
-
-    trainer, callback = make_trainer(tmp_path, callbacks=[SkipsBadSteps()])
-    trainer.train_dataset = Broken()
-    trainer.train()
+    trainer, callback = trained(tmp_path, config=every_epoch(), trainer_class=Broken)
     moved = [record.epoch for record in callback.history if record.prompt is not None]
     noted = [record for record in callback.history if record.note]
     assert moved == [1, 3]
@@ -240,7 +248,8 @@ def test_nan_in_one_epoch_moves_nothing_and_goes_on(tmp_path):
 def test_state_and_history_are_json(tmp_path):
     _, callback = make_trainer(tmp_path)
     json.dumps(callback.state())
-    _, callback = trained(tmp_path)
+    _, callback = trained(tmp_path, config=every_epoch())
+    assert len(callback.history) == 3
     assert json.loads(json.dumps(callback.state())) == callback.state()
     records = [asdict(record) for record in callback.history]
     assert json.loads(json.dumps(records, allow_nan=False)) == records
@@ -254,7 +263,7 @@ def test_relocations_are_logged_through_the_trainer(tmp_path):
             seen.append((state.global_step, dict(logs)))
 
     reporter = Reporter()
-    trainer, callback = make_trainer(tmp_path)
+    trainer, callback = make_trainer(tmp_path, every_epoch())
     # Reporters come before callbacks.
     trainer.callback_handler.callbacks.insert(1, reporter)
     trainer.train()
@@ -276,7 +285,7 @@ def test_relocations_are_logged_through_the_trainer(tmp_path):
 def test_tensorboard_gets_them(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    trained(tmp_path, report_to="tensorboard")
+    trained(tmp_path, config=every_epoch(), report_to="tensorboard")
     (events,) = tmp_path.rglob("events.out.tfevents*")
     scalars = EventAccumulator(str(events)).Reload().Scalars("train/relocation/reward")
     assert [event.step for event in scalars] == [12, 18, 24]
@@ -285,7 +294,7 @@ def test_tensorboard_gets_them(tmp_path):
 def test_tensorboard_gets_the_distribution(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    trainer, callback = trained(tmp_path, report_to="tensorboard")
+    trainer, callback = trained(tmp_path, config=every_epoch(), report_to="tensorboard")
     (events,) = tmp_path.rglob("events.out.tfevents*")
     (*_, last) = EventAccumulator(str(events)).Reload().Histograms("relocation/distribution")
     assert last.step == 24
@@ -336,45 +345,41 @@ def test_metrics_that_are_no_numbers_are_not_kept(tmp_path):
 def test_evaluation_does_not_touch_the_scores(tmp_path):
     # Without dropout: a data loader draws from the generator that dropout draws from.
     def run(**settings):
-        return outcome(*trained(tmp_path, model=tiny.prompted(tiny.make("vit")), **settings))
+        return outcome(*trained(tmp_path, config=every_epoch(), model=tiny.prompted(tiny.make("vit")), **settings))
 
     assert_equal(run(eval_strategy="steps", eval_steps=2), run())
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.01, 0.0])
 def test_clipping_does_not_matter_to_the_first_move(tmp_path, max_grad_norm):
-    _, plain = trained(tmp_path, num_train_epochs=2, learning_rate=0.0)
-    _, clipped = trained(tmp_path, num_train_epochs=2, learning_rate=0.0, max_grad_norm=max_grad_norm)
+    settings = dict(config=every_epoch(), num_train_epochs=2, learning_rate=0.0)
+    _, plain = trained(tmp_path, **settings)
+    _, clipped = trained(tmp_path, max_grad_norm=max_grad_norm, **settings)
     assert clipped.history == plain.history
     assert len(plain.history) == 1
 
 
 # ---- what scores are measured on, and how often ---------------------------------------------------------------------
 
-ALWAYS = dict(trigger="always", score_images=8)
 
+def test_scores_are_measured_on_the_first_training_images(tmp_path):
+    seen = []
 
-def test_scores_are_measured_on_the_training_images_that_the_seed_chooses(tmp_path):
+    class Recording(Trainer):
+        def training_step(self, model, inputs, *args, **kwargs):
+            seen.append({name: value.clone() for name, value in inputs.items()})
+            return super().training_step(model, inputs, *args, **kwargs)
+
     trainer, callback = make_trainer(
-        tmp_path, config=RelocationConfig(**ALWAYS, settle=0.0, seed=5), num_train_epochs=2
+        tmp_path, moving(score_images=8, seed=5), trainer_class=Recording, num_train_epochs=2
     )
     trainer.train()
-    chosen = torch.randperm(24, generator=torch.Generator().manual_seed(5))[:8]
-    images = Images()
-    batch = {"pixel_values": images.pixel_values[chosen], "labels": images.labels[chosen]}
     with torch.no_grad():
-        loss = trainer.model.eval()(**batch).loss.item()
+        losses = [trainer.model.eval()(**batch).loss.item() for batch in seen[:2]]
     # The last reward is learned on the model as training leaves it.
     (move,) = callback.history
-    assert move.loss_after == pytest.approx(loss, rel=1e-5)
-    assert move.reward == pytest.approx(move.loss_before - loss - move.idleness, abs=1e-6)
-
-
-def test_measuring_leaves_dropout_and_shuffling_as_they_were(tmp_path):
-    with_callback, callback = trained(tmp_path, config=RelocationConfig(significance=1e9, score_images=8))
-    without, _ = trained(tmp_path, callback=False)
-    assert callback.history == []
-    assert torch.equal(with_callback.model.base_model.prompts(), without.model.base_model.prompts())
+    assert move.loss_after == pytest.approx(sum(losses) / 2, rel=1e-5)
+    assert move.reward == pytest.approx(move.loss_before - move.loss_after - move.idleness, abs=1e-6)
 
 
 @pytest.mark.parametrize("restore", [False, True])
@@ -382,11 +387,13 @@ def test_measuring_leaves_dropout_and_shuffling_as_they_were(tmp_path):
 @pytest.mark.parametrize("step", [8, 10])
 def test_resumed_run_with_measured_scores(tmp_path, step, every, restore):
     # Step 10 is the last one of a period of 5 steps: its relocation is due after the checkpoint.
-    config = RelocationConfig(**ALWAYS, relocate_every=every, prompts_per_relocation=2, screen=2, settle=0.1)
+    # By name: a score that is a function cannot be restored from a checkpoint.
+    config = every_epoch(score_images=8, relocate_every=every, prompts_per_relocation=2, settle=0.1)
     settings = dict(
         config=config, save_strategy="steps", save_steps=2, restore_callback_states_from_checkpoint=restore
     )
     expected = outcome(*trained(tmp_path, **settings))
+    assert len({record["epoch"] for record in expected[0]}) >= 3
     trainer, _ = trained(tmp_path, resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"), **settings)
     (callback,) = (c for c in trainer.callback_handler.callbacks if isinstance(c, RelocationTrainerCallback))
     assert_equal(outcome(trainer, callback), expected)
@@ -394,7 +401,7 @@ def test_resumed_run_with_measured_scores(tmp_path, step, every, restore):
 
 def test_relocations_every_so_many_steps_until_settling(tmp_path):
     watch = Watch()
-    config = RelocationConfig(**ALWAYS, relocate_every=5, settle=0.4, allocator="greedy", start="own")
+    config = moving(score_images=8, relocate_every=5, settle=0.4, allocator="greedy")
     _, callback = trained(tmp_path, config=config, callbacks=[watch])
     # Steps 5 and 10 of 24; 15 and 20 are in the last 40 %.
     assert [record.epoch for record in callback.history] == [1, 2]
@@ -404,60 +411,16 @@ def test_relocations_every_so_many_steps_until_settling(tmp_path):
     assert all(record.reward is not None for record in callback.history)
 
 
-def test_a_score_dataset_is_used_in_place_of_training_images(tmp_path):
-    held_out = Images(6, seed=9)
-    trainer, _ = make_trainer(tmp_path, callback=False, num_train_epochs=2)
-    callback = RelocationTrainerCallback(
-        RelocationConfig(idleness="exact", trigger="always", settle=0.0), score_dataset=held_out
-    )
-    trainer.add_callback(callback)
-    trainer.train()
-    with torch.no_grad():
-        loss = trainer.model.eval()(pixel_values=held_out.pixel_values, labels=held_out.labels).loss.item()
-    assert callback.history[0].loss_after == pytest.approx(loss, rel=1e-5)
-
-
-def test_a_score_dataset_loses_the_columns_that_the_trainer_does_not_use(tmp_path):
-    images = Images(6, seed=9)
+def test_columns_that_the_trainer_does_not_use(tmp_path):
+    images = Images()
     columns = {"pixel_values": images.pixel_values.tolist(), "labels": images.labels.tolist()}
-    score_dataset = datasets.Dataset.from_dict(columns | {"image": [PIL.Image.new("RGB", (4, 4))] * 6})
-    score_dataset = score_dataset.cast_column("image", datasets.Image())
-    config = RelocationConfig(trigger="always", settle=0.0)
-    histories = []
-    for given in (images, score_dataset):
-        trainer, _ = make_trainer(tmp_path, callback=False, num_train_epochs=2)
-        callback = RelocationTrainerCallback(config, score_dataset=given)
-        trainer.add_callback(callback)
-        trainer.train()
-        histories.append(callback.history)
+    with_more = datasets.Dataset.from_dict(columns | {"image": [PIL.Image.new("RGB", (4, 4))] * 24})
+    with_more = with_more.cast_column("image", datasets.Image())
+    histories = [
+        trained(tmp_path, config=moving(score_images=6), train_dataset=given, num_train_epochs=2)[1].history
+        for given in (images, with_more)
+    ]
     assert histories[0] == histories[1] != []
-
-
-def test_a_score_dataset_cannot_be_restored_and_the_error_says_so(tmp_path):
-    settings = dict(callback=False, save_strategy="steps", save_steps=6, restore_callback_states_from_checkpoint=True)
-
-    def make():
-        trainer, _ = make_trainer(tmp_path, **settings)
-        trainer.add_callback(RelocationTrainerCallback(RelocationConfig(), score_dataset=Images(6, seed=9)))
-        return trainer
-
-    make().train()
-    with pytest.raises(ValueError, match="which a checkpoint cannot hold"):
-        make().train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
-
-
-@pytest.mark.parametrize("with_length", [False, True])
-def test_training_images_that_are_a_stream(tmp_path, with_length):
-    class Stream(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            return (Images()[k] for k in range(24))
-
-    if with_length:
-        Stream.__len__ = lambda self: 24
-    trainer, _ = make_trainer(tmp_path, config=RelocationConfig(), max_steps=6)
-    trainer.train_dataset = Stream()
-    with pytest.raises(ValueError, match="Pass a `score_dataset` to the callback, or set `score_images=0`"):
-        trainer.train()
 
 
 # ---- other losses ---------------------------------------------------------------------------------------------------
@@ -480,16 +443,17 @@ class Targets(Images):
 )
 def test_heads_for_several_labels_and_for_numbers(tmp_path, problem_type, targets, loss):
     model = tiny.prompted(tiny.make("vit", problem_type=problem_type), prompt_dropout=0.0)
-    config = RelocationConfig(trigger="always", score_images=8, settle=0.0)
-    trainer, callback = make_trainer(tmp_path, config, model=model, num_train_epochs=2, learning_rate=0.0)
-    trainer.train_dataset = Targets(targets)
+    trainer, callback = make_trainer(
+        tmp_path, moving(score_images=8), model=model, train_dataset=Targets(targets), num_train_epochs=2,
+        learning_rate=0.0,
+    )  # fmt: skip
+    trainer.add_callback(kept := ScoreBatches(callback))
     trainer.train()
     assert len(callback.history) == 1
-    chosen = config.choose_score_images(24)
+    assert [len(batch["labels"]) for batch in kept.batches] == [4, 4]
     with torch.no_grad():
-        data = trainer.train_dataset
-        expected = loss(model.eval()(pixel_values=data.pixel_values[chosen]).logits, data.labels[chosen])
-    assert callback.history[0].loss_after == pytest.approx(expected.item(), abs=1e-5)
+        losses = [loss(model.eval()(b["pixel_values"]).logits, b["labels"]).item() for b in kept.batches]
+    assert callback.history[0].loss_after == pytest.approx(sum(losses) / 2, abs=1e-5)
 
 
 def cubed(outputs, labels, num_items_in_batch=None):
@@ -507,32 +471,28 @@ class Cubed(Trainer):
         return (cubed(outputs, labels), outputs) if return_outputs else cubed(outputs, labels)
 
 
-@pytest.mark.parametrize("how", ["compute_loss_func", "by count", "subclass", "label smoothing", "given"])
+@pytest.mark.parametrize("how", ["compute_loss_func", "by count", "subclass", "label smoothing"])
 def test_scores_are_of_the_loss_that_is_trained(tmp_path, how):
     """At learning rate 0 the move's own loss is known: that of the model after it."""
     model = tiny.prompted(tiny.make("vit"), prompt_dropout=0.0)
-    config = RelocationConfig(trigger="always", score_images=8, settle=0.0)
-    given = (lambda model, batch: cubed(model(batch["pixel_values"]), batch["labels"])) if "given" in how else None
-    callback = RelocationTrainerCallback(config, compute_loss=given)
     smoothing = 0.3 if how == "label smoothing" else 0.0
-    arguments = TrainingArguments(
-        str(tmp_path), num_train_epochs=2, per_device_train_batch_size=4, learning_rate=0.0, save_strategy="no",
-        report_to="none", disable_tqdm=True, use_cpu=True, dataloader_pin_memory=False,
-        label_smoothing_factor=smoothing,
-    )  # fmt: skip
-    trainer = (Cubed if how == "subclass" else Trainer)(
-        model, arguments, train_dataset=Images(), callbacks=[callback],
+    trainer, callback = make_trainer(
+        tmp_path, moving(score_images=8), model=model, trainer_class=Cubed if how == "subclass" else Trainer,
         compute_loss_func={"compute_loss_func": cubed, "by count": cubed_by_count}.get(how),
+        num_train_epochs=2, learning_rate=0.0, label_smoothing_factor=smoothing,
     )  # fmt: skip
+    trainer.add_callback(kept := ScoreBatches(callback))
     trainer.train()
-    data, chosen = Images(), config.choose_score_images(24)
     with torch.no_grad():
-        output = model.eval()(pixel_values=data.pixel_values[chosen])
-        labels = data.labels[chosen]
-        plain = F.cross_entropy(output.logits, labels, label_smoothing=smoothing)
+        plain = torch.stack(
+            [
+                F.cross_entropy(model.eval()(b["pixel_values"]).logits, b["labels"], label_smoothing=smoothing)
+                for b in kept.batches
+            ]
+        )
     expected = plain if how == "label smoothing" else plain**3
     (record,) = callback.history
-    assert record.loss_after == pytest.approx(expected.item(), abs=1e-5)
+    assert record.loss_after == pytest.approx(expected.mean().item(), abs=1e-5)
 
 
 def test_apple_s_generator_is_put_back(monkeypatch):
@@ -556,7 +516,7 @@ def test_a_random_loss_is_the_same_each_time_and_leaves_the_generator_alone():
     batch = dict(pixel_values=tiny.images(), labels=tiny.labels())
     relocator = Relocator(model, RelocationConfig(idleness="exact"), score_batches=[batch], compute_loss=noisy)
     before = torch.get_rng_state()
-    scores, _ = relocator.measure([batch])
+    scores, _ = relocator.measure()
     assert torch.equal(torch.get_rng_state(), before)
-    plain = Relocator(model, RelocationConfig(idleness="exact"), score_batches=[batch]).measure([batch])[0]
+    plain = Relocator(model, RelocationConfig(idleness="exact"), score_batches=[batch]).measure()[0]
     torch.testing.assert_close(scores.score, plain.score, atol=1e-5, rtol=0)

@@ -6,9 +6,9 @@ import sys
 import pytest
 import tiny
 from PIL import Image
-from training import make_trainer
+from training import make_trainer, moving
 
-from provpt_peft import RelocationConfig, cli
+from provpt_peft import cli
 
 
 @pytest.fixture
@@ -42,8 +42,7 @@ def test_bars_fit_the_terminal(tmp_path, capsys):
 
 
 def test_after_training(tmp_path, capsys):
-    config = RelocationConfig(trigger="always", score_images=8, settle=0.0)
-    trainer, callback = make_trainer(tmp_path, config, eval_strategy="epoch")
+    trainer, callback = make_trainer(tmp_path, moving(score_images=8), eval_strategy="epoch")
     trainer.train()
     trainer.model.save_pretrained(tmp_path / "adapter")
     assert cli.main(["show", str(tmp_path / "adapter")]) == 0
@@ -61,7 +60,7 @@ def test_after_training(tmp_path, capsys):
     card = (tmp_path / "adapter" / "README.md").read_text()
     assert "![Prompts in each block](distribution.png)" in card
     assert f"{moved} moves in 4 epochs" in card
-    assert '"trigger": "always"' in card
+    assert '`"idleness": "every_prompt_idle", "settle": 0.0, "score_images": 8`' in card
     assert "| `loss` |" in card
     assert (tmp_path / "adapter" / "distribution.png").is_file()
 

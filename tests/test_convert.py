@@ -3,12 +3,13 @@
 import subprocess
 import sys
 
-import convert_timm_vit
 import pytest
 import tiny
 import torch
 from torch.nn import functional as F
 from transformers import AutoModelForImageClassification, ViTImageProcessor
+
+from examples import convert_timm_vit
 
 
 SCRIPT = tiny.FOLDER.parent / "examples" / "convert_timm_vit.py"

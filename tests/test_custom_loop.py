@@ -1,8 +1,8 @@
 """The example without a Trainer: it relocates as the Trainer does, and its script runs on a tiny model."""
 
+import re
 import sys
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 import tiny
@@ -11,19 +11,15 @@ from peft import PeftModel
 from training import Images, trained
 from transformers import AutoModelForImageClassification
 
-from provpt_peft import RelocationConfig
-
-
-sys.path.append(str(Path(__file__).parent.parent / "examples"))
-import custom_loop
+from examples import custom_loop
+from provpt_peft import Relocation, RelocationConfig
 
 
 TOLERANCE = 1e-6
 CONFIGS = {
-    "measured": dict(trigger="always", settle=0.0),
-    "in the training steps": dict(score_images=0, idleness="gate", trigger="always", settle=0.0),
-    "some training images": dict(trigger="always", score_images=8, seed=5, settle=0.0),
-    "every 5 steps": dict(trigger="always", relocate_every=5, prompts_per_relocation=2, settle=0.3),
+    "each epoch": dict(settle=0.0),
+    "some training images": dict(adjust="random", score_images=6, seed=5, settle=0.0),
+    "every 5 steps": dict(adjust="random", relocate_every=5, prompts_per_relocation=2, settle=0.3),
 }
 
 
@@ -56,16 +52,24 @@ def test_the_loop_relocates_as_the_trainer_does(tmp_path, name):
     assert torch.equal(model.base_model.prompt_blocks(), trainer.model.base_model.prompt_blocks())
 
 
-def test_a_score_dataset_is_used_in_place_of_training_images():
-    held_out = Images(6, seed=9)
-    model = tiny.prompted(tiny.make("vit"))
-    relocator = custom_loop.train(
-        model, Images(), RelocationConfig(trigger="always", settle=0.0), epochs=2, batch_size=6, learning_rate=1e-2,
-        seed=0, score_dataset=held_out, progress_bar=False,
-    )  # fmt: skip
-    with torch.no_grad():
-        loss = model.eval()(pixel_values=held_out.pixel_values, labels=held_out.labels).loss.item()
-    assert relocator.history[0].loss_after == pytest.approx(loss, rel=1e-5)
+def test_records_as_text():
+    moved = Relocation(epoch=2, prompt=7, from_block=3, block=9, idleness=0.5, reward=-0.25)
+    assert custom_loop.describe(moved) == (
+        "after epoch 2: prompt 7 from block 3 to 9, idleness +0.5000, reward -0.2500"
+    )
+    stayed = Relocation(epoch=2, prompt=7, from_block=3, block=3, idleness=0.5, reward=0.25)
+    assert "prompt 7 stays in block 3, idleness +0.5000, reward +0.2500" in custom_loop.describe(stayed)
+    assert custom_loop.describe(Relocation(epoch=4, note="Not finite.")) == "after epoch 4: Not finite."
+    unrewarded = Relocation(epoch=2, prompt=7, from_block=3, block=9, idleness=0.5, note="Not finite.")
+    assert custom_loop.describe(unrewarded).endswith("idleness +0.5000, Not finite.")
+
+
+def test_a_missing_demo_is_explained(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["custom_loop.py"])
+    with pytest.raises(SystemExit):
+        custom_loop.main()
+    assert "Run `python examples/dinov2_small.py .cache/dinov2-small`" in capsys.readouterr().err
 
 
 def test_the_script_trains_tests_and_saves(tmp_path, monkeypatch, capsys):
@@ -79,6 +83,7 @@ def test_the_script_trains_tests_and_saves(tmp_path, monkeypatch, capsys):
     custom_loop.main()
     output = capsys.readouterr().out
     assert "test accuracy: 0." in output
+    assert not re.search(r"from block (\d+) to \1\b", output)
     base = AutoModelForImageClassification.from_pretrained(
         tmp_path / "vit", num_labels=10, ignore_mismatched_sizes=True
     )

@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import finetune_detection
-import make_notebook
 import nbformat
 import numpy as np
 import pytest
@@ -20,12 +18,14 @@ from training import Images
 from transformers import TrainingArguments, ViTImageProcessor
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
+from docs import make_notebook
+from examples import finetune_detection
 from provpt_peft import ProVPTConfig, RelocationTrainerCallback
-from provpt_peft.backbones import FAMILIES, BackboneFamily
+from provpt_peft.backbone.families import FAMILIES, BackboneFamily
 
 
 ROOT = tiny.FOLDER.parent
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), ROOT / "tests" / "README.md", *(ROOT / "docs").rglob("*.md")])
 VIT, SWIN = "google/vit-base-patch16-224-in21k", "microsoft/swin-tiny-patch4-window7-224"
 
 
@@ -75,6 +75,10 @@ def given(page, checkpoints):
         data = Images()
         data.pixel_values = torch.nn.functional.interpolate(data.pixel_values, (224, 224))
         return names | dict(vit=vit, fresh_vit=fresh, train=data, validation=data)
+    if page == "relocation.md":
+        model = tiny.prompted(tiny.make("vit"))
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+        return dict(model=model, optimizer=optimizer, loader=torch.utils.data.DataLoader(Images(), 8), epochs=3)
     if page == "tasks.md":
         swin = transformers.SwinConfig(**tiny.settings_of("swin"), out_features=["stage2", "stage3"])
         config = transformers.DeformableDetrConfig(
@@ -102,17 +106,17 @@ def with_checkpoints(code, checkpoints):
 @pytest.mark.filterwarnings("ignore:You are using the legacy TorchScript-based ONNX export:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The feature will be removed:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:Constant folding - Only steps=1 can be constant folded:UserWarning")
-@pytest.mark.parametrize("page", ["README.md", "quickstart.md", "howto.md", "tasks.md"])
+@pytest.mark.parametrize("page", ["README.md", "quickstart.md", "howto.md", "tasks.md", "relocation.md"])
 def test_snippets_run(page, checkpoints, folder):
     namespace = given(page, checkpoints)
-    path = next(path for path in PAGES if path.name == page)
+    path = next(path for path in PAGES if path.name == page and "tests" not in path.parts)
     for number, code in enumerate(blocks(path)):
         exec(compile(with_checkpoints(code, checkpoints), f"{page}, block {number}", "exec"), namespace)
 
 
 def test_each_page_with_snippets_is_run_somewhere():
     with_snippets = {page.name for page in PAGES if blocks(page)}
-    assert with_snippets == {"quickstart.md", "howto.md", "README.md", "backbones.md", "tasks.md"}
+    assert with_snippets == {"quickstart.md", "howto.md", "README.md", "backbones.md", "tasks.md", "relocation.md"}
 
 
 def test_the_descriptions_of_a_family_are_right():
@@ -127,7 +131,7 @@ def test_the_descriptions_of_a_family_are_right():
     }
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         path, _, anchor = target.partition("#")
@@ -163,5 +167,5 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert not re.search(r"^WARNING", built.stderr, re.MULTILINE)
     api = (tmp_path / "site" / "api" / "index.html").read_text()
     for name in ("ProVPTConfig", "Relocator", "load_image_classifier", "plot_distribution_over_time"):
-        assert f'id="provpt_peft.{name}"' in api or f'id="provpt_peft.viz.{name}"' in api
+        assert f'id="provpt_peft.{name}"' in api or f'id="provpt_peft.share.figures.{name}"' in api
     assert Path(tmp_path / "site" / "quickstart" / "index.html").is_file()

@@ -1,5 +1,6 @@
 """The example scripts, as a user runs them, on tiny models and a handful of images."""
 
+import ast
 import json
 import os
 import subprocess
@@ -17,12 +18,14 @@ from transformers import AutoModelForImageClassification, ViTImageProcessor
 from provpt_peft import load_image_classifier
 
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+ROOT = Path(__file__).parent.parent
 
 
 def run(script, *arguments):
-    command = [sys.executable, str(EXAMPLES / script), *map(str, arguments)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    """A script by its file in examples/, or a research script by its module."""
+    how = [f"examples/{script}"] if script.endswith(".py") else ["-m", f"examples.research.{script}"]
+    command = [sys.executable, *how, *map(str, arguments)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -91,10 +94,34 @@ def test_help_explains_itself():
     assert "Prompts in each block at the start" in " ".join(output.split())
 
 
+@pytest.mark.parametrize("script", ["custom_loop.py", *(path.name for path in ROOT.glob("examples/finetune_*.py"))])
+def test_a_script_can_be_copied_out(script):
+    tree = ast.parse((ROOT / "examples" / script).read_text())
+    imported = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level]
+    imported += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    assert not any(isinstance(node, ast.ImportFrom) and node.level for node in ast.walk(tree))
+    ours = {path.stem for path in ROOT.rglob("examples/**/*.py")} | {"examples", "tests", "docs"}
+    assert not {name.split(".")[0] for name in imported} & ours
+    assert "provpt_peft" in imported
+
+
+@pytest.mark.slow
+def test_idleness_fidelity(tmp_path):
+    output = run(
+        "idleness_fidelity", "--backbones", "Swin", "--tasks", "digits", "--stages", 0, 1, "--train_images", 16,
+        "--truth_images", 8, "--score_images", 4, "--threads", 1, "--output", tmp_path / "results.jsonl",
+    )  # fmt: skip
+    lines = read_results(tmp_path)
+    scores = ["fisher", "taylor", "norm", "random"]
+    # The truth is the exact score of all images.
+    assert [line["score"] for line in lines] == 2 * [*scores, "exact", *scores]
+    assert "\n| norm | 8 | " in output
+
+
 @pytest.mark.slow
 def test_cost_benchmark(tmp_path):
     arguments = (
-        "benchmarks/cost.py", "--shapes", "vit-tiny", "--image_size", 32, "--num_prompts", 2, "--rounds", 1,
+        "cost", "--shapes", "vit-tiny", "--image_size", 32, "--num_prompts", 2, "--rounds", 1,
         "--device", "cpu", "--output", tmp_path / "cost.jsonl", "--pictures", tmp_path,
     )  # fmt: skip
     output = run(*arguments)
@@ -117,7 +144,7 @@ def test_cost_benchmark(tmp_path):
 
 def test_strategies_of_table_3(tmp_path, checkpoint):
     arguments = (
-        "strategies.py", "--model_name_or_path", checkpoint, "--tasks", "digits", "--seeds", 0, 1, "--epochs", 3,
+        "strategies", "--model_name_or_path", checkpoint, "--tasks", "digits", "--seeds", 0, 1, "--epochs", 3,
         "--train_images", 32, "--image_size", 32, "--num_prompts", 2, "--output", tmp_path / "results.jsonl",
         "--threads", 1, "--strategies", "VPT baseline", "A", "adding", "default",
     )  # fmt: skip
@@ -140,7 +167,7 @@ def test_strategies_of_table_3(tmp_path, checkpoint):
 
 def offline_arguments(tmp_path, checkpoint):
     return (
-        "vtab/offline.py", "--model_name_or_path", checkpoint, "--tasks", "digits", "--epochs", 2,
+        "offline", "--model_name_or_path", checkpoint, "--tasks", "digits", "--epochs", 2,
         "--train_images", 32, "--image_size", 32, "--output", tmp_path / "results.jsonl", "--pictures", tmp_path,
         "--device", "cpu", "--threads", 1,
     )  # fmt: skip
@@ -235,7 +262,7 @@ def test_vtab_and_fgvc_on_a_miniature_copy_of_their_layout(tmp_path, checkpoint,
             (folder / f"{name}.json").write_text(json.dumps({path: 2 * label + 1 for path, label in part}))
         other_split = (folder / "train.json").read_text()
     arguments = (
-        "vtab/vtab.py", "--suite", suite, "--root", tmp_path, "--model_name_or_path", checkpoint, "--epochs", 2,
+        "vtab", "--suite", suite, "--root", tmp_path, "--model_name_or_path", checkpoint, "--epochs", 2,
         "--image_size", 32, "--num_prompts", 2, "--base_lrs", 1, 0.1, "--weight_decays", 0, "--prune_shares", 0.5,
         "--seeds", 0, 1, "--device", "cpu", "--output", tmp_path / "results.jsonl",
     )  # fmt: skip
@@ -273,8 +300,9 @@ def test_vtab_and_fgvc_on_a_miniature_copy_of_their_layout(tmp_path, checkpoint,
 # In a process of its own, since the Hub's address is read when huggingface_hub is imported. The last call finds a port
 # where nobody answers.
 FROM_HUB = """
-import argparse, vtab
+import argparse
 from functools import partial
+from examples.research import vtab
 def fetch(name):
     try:
         print(vtab.folder_of("kitti", argparse.Namespace(hub_dataset=name, revision=None)))
@@ -295,8 +323,8 @@ def test_a_task_of_vtab_from_the_hub(tmp_path):
         repositories["me/suite"].files |= files
         hub = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0", "no_proxy": "127.0.0.1"}
         result = subprocess.run(
-            [sys.executable, "-c", FROM_HUB], capture_output=True, text=True, check=True,
-            env=os.environ | hub | {"PYTHONPATH": str(EXAMPLES / "vtab")},
+            [sys.executable, "-c", FROM_HUB], cwd=ROOT, capture_output=True, text=True, check=True,
+            env=os.environ | hub,
         )  # fmt: skip
     folder, *reasons = result.stdout.splitlines()
     found = {path.relative_to(folder).as_posix() for path in Path(folder).rglob("*") if path.is_file()}
@@ -309,7 +337,7 @@ def test_a_task_of_vtab_from_the_hub(tmp_path):
 @pytest.mark.slow
 def test_adjustments_benchmark_and_the_noise_fitted_to_it(tmp_path, checkpoint):
     arguments = (
-        "benchmarks/adjustments.py", "--model_name_or_path", checkpoint, "--stages", 1, 2, "--repeats", 2,
+        "adjustments", "--model_name_or_path", checkpoint, "--stages", 1, 2, "--repeats", 2,
         "--train_images", 16, "--validation_images", 8, "--image_size", 32, "--num_prompts", 2, "--threads", 1,
         "--output", tmp_path / "results.jsonl", "--pictures", tmp_path,
     )  # fmt: skip
@@ -331,7 +359,7 @@ def test_adjustments_benchmark_and_the_noise_fitted_to_it(tmp_path, checkpoint):
     # Nothing is run twice.
     assert run(*arguments) == output
     output = run(
-        "benchmarks/allocator_regret.py", "--fit", tmp_path / "results.jsonl", "--seeds", 1, "--moves", 4,
+        "allocator_regret", "--fit", tmp_path / "results.jsonl", "--seeds", 1, "--moves", 4,
         "--output", tmp_path / "regret.png",
     )  # fmt: skip
     assert "noise of scores" in output
@@ -340,7 +368,7 @@ def test_adjustments_benchmark_and_the_noise_fitted_to_it(tmp_path, checkpoint):
 @pytest.mark.slow
 def test_allocator_regret_benchmark(tmp_path):
     output = run(
-        "benchmarks/allocator_regret.py", "--seeds", 1, "--moves", 4, "--output", tmp_path / "regret.png"
+        "allocator_regret", "--seeds", 1, "--moves", 4, "--output", tmp_path / "regret.png"
     )  # fmt: skip
     for contender in ("uniform", "thompson", "ppo (paper)", "ppo (default)", "greedy"):
         assert f"\n{contender} " in output

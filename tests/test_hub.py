@@ -13,7 +13,8 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import provpt_peft
-from provpt_peft import ProVPTConfig, check_adapter, cli, hub, load_image_classifier
+from provpt_peft import ProVPTConfig, check_adapter, cli, load_image_classifier
+from provpt_peft.share import hub
 
 
 NAMES = {0: "daisy", 1: "rose", 2: "tulip"}
@@ -369,11 +370,14 @@ HOSTILE = {
         lambda folder: torch.save({}, folder / "adapter_model.safetensors"),
         r"model.safetensors: the file must be complete safetensors, got",
     ),
-    "no prompts": (tensors(**{PROMPTS: None}), r"model.safetensors: .* missing: \['base_model.bank.provpt_prompts'\]"),
-    "no blocks": (tensors(**{BLOCKS: None}), r"missing: \['base_model.bank.provpt_prompt_blocks'\], surplus: \[\]"),
+    "no prompts": (
+        tensors(**{PROMPTS: None}),
+        r"model.safetensors: An adapter consists of prompts and their blocks, but prompts are missing",
+    ),
+    "no blocks": (tensors(**{BLOCKS: None}), r"but the prompts' blocks are missing. Save it anew"),
     "surplus prompts": (
         tensors(**{f"{PROMPTS}.other": torch.zeros(12, 32)}),
-        r"missing: \[\], surplus: \['base_model.bank.provpt_prompts.other'\]",
+        r"no prompt tensors but prompts and their blocks, got \['base_model.bank.provpt_prompts.other'\] as well",
     ),
     "no head": (
         tensors(**{HEAD: None, "base_model.model.classifier.bias": None}),
@@ -381,18 +385,31 @@ HOSTILE = {
     ),
     "whole-number prompts": (
         tensors(**{PROMPTS: torch.zeros(12, 32, dtype=torch.int64)}),
-        r"prompts must be floating point of shape \(prompts, width\), got torch.int64 of shape \(12, 32\)",
+        r"prompts must be floating point of shape \(12, width\), got torch.int64 of shape \(12, 32\)",
     ),
     "flat prompts": (tensors(**{PROMPTS: torch.zeros(384)}), r"floating point .* got torch.float32 of shape \(384,\)"),
     "zero prompts": (tensors(**{PROMPTS: torch.zeros(0, 32)}), r"got torch.float32 of shape \(0, 32\)"),
     "zero width": (tensors(**{PROMPTS: torch.zeros(12, 0)}), r"got torch.float32 of shape \(12, 0\)"),
-    "no multiple": (
+    "too many prompts": (
         tensors(**{PROMPTS: torch.zeros(13, 32)}),
-        r"number of prompts must be a multiple of `num_prompts` = 3 in adapter_config.json, got 13",
+        r"prompts must be floating point of shape \(12, width\), got torch.float32 of shape \(13, 32\)",
     ),
     "another sum": (
         settings(num_prompts=[3, 3, 3, 4]),
-        r"number of prompts must be 13, the sum of `num_prompts` = \[3, 3, 3, 4\] in adapter_config.json, got 12",
+        r"prompts must be floating point of shape \(13, width\), got torch.float32 of shape \(12, 32\)",
+    ),
+    "another number of blocks": (settings(num_blocks=3), r"of shape \(9, width\), got .* of shape \(12, 32\)"),
+    "absurd number of blocks": (settings(num_blocks=10**12), r"`num_blocks` must be a whole number from 1"),
+    "a list for other blocks": (
+        settings(num_prompts=[6, 6]),
+        r"model.safetensors: An adapter only fits .* has a number for each of 2 blocks, and the model has 4",
+    ),
+    "saved by version 0.1, no multiple": (
+        lambda folder: (
+            change_config(folder, num_blocks=None),
+            change_tensors(folder, **{PROMPTS: torch.zeros(13, 32)}),
+        ),
+        r"prompts must be floating point of shape \(12, width\), got torch.float32 of shape \(13, 32\)",
     ),
     "fewer blocks": (
         tensors(**{BLOCKS: torch.ones(11, dtype=torch.int64)}),
@@ -400,17 +417,17 @@ HOSTILE = {
     ),
     "fractional blocks": (
         tensors(**{BLOCKS: torch.ones(12)}),
-        r"must be torch.int64 of shape \(12,\), got torch.float32",
+        r"must be int64 of shape \(12,\), got torch.float32",
     ),
     "narrow blocks": (
         tensors(**{BLOCKS: torch.ones(12, dtype=torch.int32)}),
-        r"must be torch.int64 .* got torch.int32",
+        r"must be int64 .* got torch.int32",
     ),
     "negative block": (tensors(**{BLOCKS: torch.arange(12) % 4 - 1}), r"blocks must be in 0 … 4, got -1 … 2"),
     "block above the last": (tensors(**{BLOCKS: torch.arange(12) % 6}), r"blocks must be in 0 … 4, got 0 … 5"),
     "block above the list's last": (
         lambda folder: (
-            change_config(folder, num_prompts=[6, 6]),
+            change_config(folder, num_prompts=[6, 6], num_blocks=2),
             change_tensors(folder, **{BLOCKS: torch.arange(12) % 4}),
         ),
         r"blocks must be in 0 … 2, got 0 … 3",
@@ -426,6 +443,13 @@ def test_broken_adapters_are_refused_before_a_model_is_touched(monkeypatch, adap
     for function in (check_adapter, load_image_classifier):
         with pytest.raises(ValueError, match=rf"^{adapter}/adapter_.*{message}"):
             function(adapter)
+
+
+@pytest.mark.parametrize("num_prompts", [3, [3, 3, 3, 3]])
+def test_configs_of_version_0_1_have_no_number_of_blocks(adapter, num_prompts):
+    change_config(adapter, num_blocks=None, num_prompts=num_prompts)
+    check_adapter(adapter)
+    assert load_image_classifier(adapter).model.base_model.prompt_distribution() == [1, 2, 3, 5]
 
 
 def test_a_pickle_file_beside_the_tensors_is_not_read(adapter):

@@ -1,22 +1,29 @@
-"""Keys and values of prompts that are kept from one evaluation to the next: kept while nothing changes, and only then.
+"""Keys and values of the prompts: made anew in each evaluation, and within `kept_keys` only after what changes them.
 
-The oracle computes them anew: the same pass right after everything that was kept has been dropped.
+The passes of prompts through a block's key projection are counted. The oracle of what a model gives is a copy of it.
 """
 
 import contextlib
 import copy
+import pickle
 
 import pytest
 import tiny
 import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 
 @contextlib.contextmanager
 def counted(model):
-    """Counts the passes of prompts through the first block's key projection: inputs that are not the images'."""
+    """Counts the passes of prompts through the first block's key projection: fewer rows than an image or a window has
+    tokens, which are at least 16."""
     passes = []
-    projection = model.base_model.blocks[0].attention.k_proj
-    handle = projection.register_forward_hook(lambda module, args, output: passes.append(args[0].shape))
+
+    def note(module, args, output):
+        if args[0].shape[1] < 16:
+            passes.append(args[0].shape)
+
+    handle = model.base_model.blocks[0].attention.k_proj.register_forward_hook(note)
     yield lambda: len(passes)
     handle.remove()
 
@@ -27,8 +34,8 @@ def evaluate(model, inputs=None):
 
 
 def anew(model, inputs=None):
-    model.base_model.bank.kept.clear()
-    return evaluate(model, inputs)
+    """What a model gives that has never given anything."""
+    return evaluate(copy.deepcopy(model), inputs)
 
 
 def prompted(family="vit", **settings):
@@ -38,40 +45,30 @@ def prompted(family="vit", **settings):
     return model
 
 
+# ---- by default -----------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("family", ["vit", "swin"])
-def test_a_second_evaluation_projects_no_prompts(family):
+def test_each_evaluation_makes_them_anew(family):
     model = prompted(family)
     with counted(model) as passes:
         first = evaluate(model)
-        assert passes() == 2  # the tokens and the prompts
-        second = evaluate(model)
-        assert passes() == 3  # the tokens
-        other_size = evaluate(model, tiny.images(5))
-        assert passes() == 4
-    assert torch.equal(first, second)
-    torch.testing.assert_close(other_size, anew(model, tiny.images(5)), atol=0, rtol=0)
-
-
-def test_a_fused_optimizer_s_step_is_noticed():
-    """It is not in PyTorch's count of changes, so nothing is kept between backward and step."""
-    model = prompted()
-    optimizer = torch.optim.AdamW([model.base_model.prompts()], lr=1.0, fused=True)
-    model(pixel_values=tiny.images(), labels=tiny.labels()).loss.backward()
-    before = evaluate(model)
-    optimizer.step()
-    after = evaluate(model)
-    assert not torch.allclose(before, after, atol=1e-3)
-    assert torch.equal(after, anew(model))
-    optimizer.zero_grad()
-    with counted(model) as passes:
-        evaluate(model)
-        evaluate(model)
+        assert passes() == 1
+        assert torch.equal(evaluate(model), first)
+        assert passes() == 2
+        with torch.inference_mode():
+            model(pixel_values=tiny.images())
         assert passes() == 3
 
 
 @torch.no_grad()
 def add_to(parameter):
     parameter.add_(torch.randn_like(parameter))
+
+
+@torch.no_grad()
+def copy_into(parameter):
+    parameter.copy_(torch.randn_like(parameter))
 
 
 def replace_data(parameter):
@@ -87,26 +84,45 @@ def replace_data_until_the_address_is_the_first_again(model):
             break
 
 
-def write_behind_the_version(model):
-    """As copies of averaged weights are often made, before the call of `eval` that evaluation begins with."""
-    model.base_model.prompts().data.normal_()
-    model.eval()
+def optimizer_step(optimizer_class, **settings):
+    def step(model):
+        optimizer = optimizer_class([model.base_model.prompts()], lr=1.0, **settings)
+        model(pixel_values=tiny.images(), labels=tiny.labels()).loss.backward()
+        evaluate(model)
+        optimizer.step()
 
-
-def optimizer_step(model):
-    optimizer = torch.optim.SGD([model.base_model.prompts()], lr=1.0)
-    model(pixel_values=tiny.images(), labels=tiny.labels()).loss.backward()
-    optimizer.step()
+    return step
 
 
 def load(model):
     state = model.state_dict()
-    model.load_state_dict({k: v + 1 if "prompts" in k else v for k, v in state.items()})
+    model.load_state_dict({k: v + torch.randn_like(v) if "provpt_prompts" in k else v for k, v in state.items()})
 
 
 def load_blocks(model):
     state = model.state_dict()
     model.load_state_dict({k: v.flip(0) if "blocks" in k else v for k, v in state.items()})
+
+
+def vector_to_parameters(model):
+    parameters = [model.base_model.prompts()]
+    vector = torch.nn.utils.parameters_to_vector(parameters)
+    torch.nn.utils.vector_to_parameters(torch.randn_like(vector), parameters)
+
+
+def swap_in_the_average(model):
+    """Evaluate with an exponential mean of the weights, as recipes do: its weights are copied into the model."""
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    average.update_parameters(model)
+    add_to(model.base_model.prompts())
+    average.update_parameters(model)
+    evaluate(model)
+    for parameter, averaged in zip(model.parameters(), average.module.parameters(), strict=True):
+        parameter.data.copy_(averaged)
+
+
+def hook_on_the_norm(model):
+    block(model).block.layernorm_before.register_forward_hook(lambda module, args, output: output + 1)
 
 
 def other_adapter(model):
@@ -131,16 +147,26 @@ def block(model):
     return model.base_model.blocks[1]
 
 
-CHANGES = {
-    "prompts": lambda model: add_to(model.base_model.prompts()),
-    "prompts replaced": lambda model: replace_data(model.base_model.prompts()),
-    "prompts replaced more than once": replace_data_until_the_address_is_the_first_again,
-    "prompts behind the version": write_behind_the_version,
+# Written without a word to the model: nobody calls `eval()` after these.
+WRITES = {
+    "added": lambda model: add_to(model.base_model.prompts()),
+    "copied": lambda model: copy_into(model.base_model.prompts()),
+    "data": lambda model: model.base_model.prompts().data.normal_(),
+    "data replaced": lambda model: replace_data(model.base_model.prompts()),
+    "data replaced more than once": replace_data_until_the_address_is_the_first_again,
     "norm": lambda model: add_to(block(model).block.layernorm_before.bias),
+    "hook on the norm": hook_on_the_norm,
     "key projection": lambda model: add_to(block(model).attention.k_proj.weight),
     "value projection replaced": lambda model: replace_data(block(model).attention.v_proj.weight),
     "module replaced": lambda model: setattr(block(model).attention, "v_proj", torch.nn.Linear(32, 32)),
-    "optimizer step": optimizer_step,
+    "optimizer": optimizer_step(torch.optim.SGD),
+    # Its steps are not in PyTorch's count of changes.
+    "fused optimizer": optimizer_step(torch.optim.AdamW, fused=True),
+    "vector_to_parameters": vector_to_parameters,
+    "average swapped in": swap_in_the_average,
+}
+# What the package sees: it is in its own hands, or the blocks' buffer changes.
+SEEN = {
     "move": lambda model: model.base_model.move_prompt(0, 4),
     "load": load,
     "load blocks": load_blocks,
@@ -150,52 +176,146 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_any_change_is_seen(change):
+@pytest.mark.parametrize("change", WRITES | SEEN)
+def test_any_change_is_in_the_next_pass(change):
     model = prompted()
     before = evaluate(model)
-    CHANGES[change](model)
+    (WRITES | SEEN)[change](model)
     after = evaluate(model)
     assert not torch.equal(after, before)
     assert torch.equal(after, anew(model))
 
 
-def test_an_adapter_that_is_switched_off_and_on_is_still_kept():
+# ---- within the context ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["vit", "swin"])
+def test_a_second_evaluation_projects_no_prompts(family):
+    model = prompted(family)
+    expected = [evaluate(model), evaluate(model, tiny.images(5))]
+    with counted(model) as passes, model.base_model.kept_keys():
+        for _ in range(2):
+            assert torch.equal(evaluate(model), expected[0])
+            # Another number of images.
+            torch.testing.assert_close(evaluate(model, tiny.images(5)), expected[1], atol=0, rtol=0)
+            assert passes() == 1
+
+
+@pytest.mark.parametrize("change", SEEN)
+def test_what_the_package_does_itself_is_noticed(change):
     model = prompted()
-    before = evaluate(model)
+    with model.base_model.kept_keys():
+        before = evaluate(model)
+        SEEN[change](model)
+        after = evaluate(model)
+        assert not torch.equal(after, before)
+        assert torch.equal(after, anew(model))
+        with counted(model) as passes:
+            evaluate(model)
+            assert passes() == 0
+
+
+def test_after_the_context_nothing_is_kept():
+    model = prompted()
+    with model.base_model.kept_keys():
+        before = evaluate(model)
     with counted(model) as passes:
-        with model.disable_adapter():
-            assert not torch.equal(evaluate(model), before)
         assert torch.equal(evaluate(model), before)
+        assert passes() == 1
+    model.base_model.prompts().data.normal_()
+    assert torch.equal(evaluate(model), anew(model))
+    # Entered again, it begins empty; so it does after an exception.
+    for _ in range(2):
+        with contextlib.suppress(KeyError), model.base_model.kept_keys():
+            assert torch.equal(evaluate(model), anew(model))
+            model.base_model.prompts().data.normal_()
+            raise KeyError
+        assert torch.equal(evaluate(model), anew(model))
+
+
+def test_contexts_within_each_other():
+    model = prompted()
+    with counted(model) as passes, model.base_model.kept_keys():
+        evaluate(model)
+        with model.base_model.kept_keys():
+            evaluate(model)
+            evaluate(model)
+        within = passes()
+        assert within <= 2
+        evaluate(model)
+        evaluate(model)
+        assert passes() == within
+    with model.base_model.kept_keys():
+        with model.base_model.kept_keys():
+            evaluate(model)
+            model.base_model.move_prompt(0, 4)
+        assert torch.equal(evaluate(model), anew(model))
+
+
+def test_a_change_within_the_inner_context_is_seen_in_the_outer_one():
+    model = prompted()
+    with model.base_model.kept_keys():
+        before = evaluate(model)
+        with model.base_model.kept_keys():
+            model.base_model.move_prompt(0, 4)
+            assert torch.equal(evaluate(model), anew(model))
+        assert not torch.equal(evaluate(model), before)
+        assert torch.equal(evaluate(model), anew(model))
+
+
+def test_each_adapter_has_its_own():
+    model = prompted()
+    model.add_adapter("other", tiny.ProVPTConfig(num_prompts=3, modules_to_save=["classifier"]))
+    with torch.no_grad():
+        model.base_model.prompts("other").normal_()
+    expected = {}
+    for name in ("default", "other"):
+        model.set_adapter(name)
+        expected[name] = evaluate(model)
+    with counted(model) as passes, model.base_model.kept_keys():
+        for name in ("default", "other") * 3:
+            model.set_adapter(name)
+            assert torch.equal(evaluate(model), expected[name])
         assert passes() == 2
 
 
-def test_copies_keep_nothing():
+def test_an_adapter_that_is_switched_off_and_on_is_still_kept():
     model = prompted()
-    before = evaluate(model)
-    clone = copy.deepcopy(model)
-    assert model.base_model.bank.kept
-    assert not clone.base_model.bank.kept
-    assert torch.equal(evaluate(clone), before)
-    with torch.no_grad():
-        clone.base_model.prompts().normal_()
-    assert torch.equal(evaluate(model), before)
-    assert not torch.equal(evaluate(clone), before)
+    with model.base_model.kept_keys():
+        before = evaluate(model)
+        with counted(model) as passes:
+            with model.disable_adapter():
+                assert not torch.equal(evaluate(model), before)
+            assert torch.equal(evaluate(model), before)
+            assert passes() == 0
 
 
-def test_a_deleted_adapter_and_an_unloaded_model_leave_nothing():
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_copies_begin_empty(how):
+    model = prompted()
+    with model.base_model.kept_keys():
+        before = evaluate(model)
+        clone = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+        for _ in range(2):
+            # Nothing of the original's, and nothing kept: the context is the original's.
+            clone.base_model.prompts().data.normal_()
+            assert not torch.equal(evaluate(clone), before)
+            assert torch.equal(evaluate(clone), anew(clone))
+        with counted(model) as passes:
+            assert torch.equal(evaluate(model), before)
+            assert passes() == 0
+
+
+def test_a_deleted_adapter_leaves_nothing():
     model = prompted()
     model.add_adapter("other", tiny.ProVPTConfig(num_prompts=3))
-    tuner = model.base_model
-    evaluate(model)
-    assert tuner.bank.kept
-    with pytest.warns(UserWarning, match="Setting active adapter to other"):
-        model.delete_adapter("default")
-    assert not tuner.bank.kept
-    evaluate(model)
-    assert tuner.bank.kept
-    model.unload()
-    assert not tuner.bank.kept
+    with model.base_model.kept_keys():
+        before = evaluate(model)
+        with pytest.warns(UserWarning, match="Setting active adapter to other"):
+            model.delete_adapter("default")
+        after = evaluate(model)
+        assert not torch.equal(after, before)
+        assert torch.equal(after, anew(model))
 
 
 class Logits(torch.nn.Module):
@@ -216,57 +336,79 @@ def test_recorded_and_transformed_passes_keep_nothing():
     inputs = tiny.images()
     prompts = model.base_model.prompts()
     name = next(name for name, parameter in model.named_parameters() if parameter is prompts)
-    expected = evaluate(model)  # something is kept by now
 
     def logits(vectors):
         return torch.func.functional_call(model, {name: vectors}, (), {"pixel_values": inputs}).logits
 
+    changed_by_one = copy.deepcopy(model)
     with torch.no_grad():
+        changed_by_one.base_model.prompts().add_(1.0)
+    with torch.no_grad(), model.base_model.kept_keys():
+        expected = evaluate(model)  # something is kept by now
+        changed = evaluate(changed_by_one)
+        assert not torch.equal(changed, expected)
         # Tracing runs the model again to compare graphs, in which the prompts have to be found.
         traced = torch.jit.trace(Logits(model).eval(), inputs)
-        evaluate(model)
-        prompts.add_(1.0)
-        changed = anew(model)
-        assert not torch.equal(changed, expected)
-        stacked = torch.stack([prompts.detach() - 1.0, prompts.detach()])
+        stacked = torch.stack([prompts.detach(), prompts.detach() + 1.0])
         both = torch.vmap(logits)(stacked)
         torch.testing.assert_close(both, torch.stack([expected, changed]), atol=1e-5, rtol=1e-5)
         # The change of the logits along a direction, against a difference quotient.
         _, tangent = torch.func.jvp(logits, (prompts.detach(),), (torch.ones_like(prompts),))
-        step = 1e-3
+        assert torch.equal(evaluate(model), expected)
+    step = 1e-3
+    with torch.no_grad():
         quotient = (logits(prompts + step) - logits(prompts - step)) / (2 * step)
         torch.testing.assert_close(tangent, quotient, atol=1e-3, rtol=1e-2)
+        prompts.add_(1.0)
         torch.testing.assert_close(traced(inputs), changed, atol=1e-5, rtol=1e-5)
 
 
-def test_autocast_keeps_its_own():
+def test_each_dtype_has_its_own():
     model = prompted()
     plain = evaluate(model)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(evaluate(model), anew(model))
-    assert torch.equal(evaluate(model), plain)
+        rounded = evaluate(model)
+    assert not torch.equal(rounded, plain)
+    with counted(model) as passes, model.base_model.kept_keys():
+        for _ in range(2):
+            assert torch.equal(evaluate(model), plain)
+            with torch.autocast("cpu", torch.bfloat16):
+                assert torch.equal(evaluate(model), rounded)
+        assert passes() == 2
 
 
 def test_nothing_is_kept_in_training_or_with_gradients():
     model = prompted()
-    model(pixel_values=tiny.images())
-    assert not model.base_model.bank.kept
-    model.train()
-    evaluate(model)
-    assert not model.base_model.bank.kept
+    with counted(model) as passes, model.base_model.kept_keys():
+        evaluate(model)
+        for expected in (2, 3):
+            model(pixel_values=tiny.images(), labels=tiny.labels()).loss.backward()
+            assert passes() == expected
+        assert model.base_model.prompts().grad.abs().sum() > 0
+        model.train()
+        for expected in (4, 5):
+            evaluate(model)
+            assert passes() == expected
 
 
 def test_what_is_kept_in_inference_mode_serves_evaluation_and_never_training():
     model = prompted()
-    with torch.inference_mode():
-        inferred = model(pixel_values=tiny.images()).logits.clone()
-    assert torch.equal(evaluate(model), inferred)
-    model(pixel_values=tiny.images(), labels=tiny.labels()).loss.backward()
-    assert model.base_model.prompts().grad.abs().sum() > 0
+    with model.base_model.kept_keys():
+        with torch.inference_mode():
+            inferred = model(pixel_values=tiny.images()).logits.clone()
+        with counted(model) as passes:
+            assert torch.equal(evaluate(model), inferred)
+            assert passes() == 0
+        model(pixel_values=tiny.images(), labels=tiny.labels()).loss.backward()
+        assert model.base_model.prompts().grad.abs().sum() > 0
 
 
-def test_weights_made_in_inference_mode_are_not_kept():
+def test_weights_made_in_inference_mode():
     with torch.inference_mode():
         model = prompted()
-        assert torch.equal(evaluate(model), anew(model))
-        assert not model.base_model.bank.kept
+        expected = evaluate(model)
+        with model.base_model.kept_keys():
+            assert torch.equal(evaluate(model), expected)
+            assert torch.equal(evaluate(model), expected)
+            model.base_model.move_prompt(0, 4)
+            assert torch.equal(evaluate(model), anew(model))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import kill_worker
 import pytest
-from training import assert_equal, outcome, trained
+from training import assert_equal, every_epoch, outcome, trained
 from transformers import TrainerState
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -64,8 +64,8 @@ def finish(folder, settings):
 
 def check(folder, settings, kills, seed):
     """Kill a run `kills` times, let it come to its end, and hold it against one that was never stopped."""
-    expected = outcome(*trained(folder / "expected", **settings))
-    assert len(expected[0]) >= 2
+    expected = outcome(*trained(folder / "expected", config=every_epoch(), **settings))
+    assert len(expected[0]) == 3
     chance = random.Random(seed)
     # Each resumed run gets at least to its first checkpoint, and together they do not get to the end.
     longest = slept(settings) * (1 / kills - 0.14)
@@ -103,7 +103,7 @@ FILES = ("adapter_model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("uninterrupted")
-    return folder, outcome(*trained(folder, **EVERY_3_STEPS))
+    return folder, outcome(*trained(folder, config=every_epoch(), **EVERY_3_STEPS))
 
 
 def test_trainer_state_is_written_last(tmp_path, monkeypatch):

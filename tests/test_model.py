@@ -7,10 +7,10 @@ import pytest
 import tiny
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
-from prepended import prepend_prompts
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from examples.research.prepended import prepend_prompts
 from provpt_peft import ProVPTConfig, Relocator
 
 
@@ -52,8 +52,11 @@ def test_saved_tensors(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(num_hidden_layers=6), r"floating point of shape \(18, 32\) \(6 blocks\), got .* of shape \(12, 32\)"),
-        (dict(hidden_size=64), r"floating point of shape \(12, 64\) .* of shape \(12, 32\)"),
+        (
+            dict(num_hidden_layers=6),
+            "An adapter only fits the number of blocks it was made for, but it was made for 4 blocks, .* model has 6",
+        ),
+        (dict(hidden_size=64), r"floating point of shape \(12, 64\), got .* of shape \(12, 32\)"),
     ],
 )
 def test_adapter_of_another_backbone_is_refused(tmp_path, change, message):
@@ -66,8 +69,22 @@ def test_adapter_of_another_backbone_is_refused(tmp_path, change, message):
 
 def test_adapter_with_a_list_of_prompts_is_refused_by_another_number_of_blocks(tmp_path):
     trained(num_prompts=[3, 3, 3, 3]).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="each of the model's 6 blocks, got 4 numbers"):
+    with pytest.raises(ValueError, match="has a number for each of 4 blocks, and the model has 6"):
         PeftModel.from_pretrained(tiny.make("vit", num_hidden_layers=6), tmp_path)
+
+
+def test_the_number_of_blocks_is_saved_and_a_config_stays_that_of_no_model(tmp_path):
+    config = ProVPTConfig(num_prompts=3)
+    get_peft_model(tiny.make("vit"), config).save_pretrained(tmp_path)
+    assert ProVPTConfig.from_pretrained(tmp_path).num_blocks == 4
+    assert config.num_blocks is None
+    larger = get_peft_model(tiny.make("vit", num_hidden_layers=6), config)
+    assert larger.base_model.prompt_distribution() == [3] * 6
+    before = set(larger.state_dict())
+    with pytest.raises(ValueError, match="it was made for 4 blocks, and the model has 6"):
+        larger.load_adapter(tmp_path, "other")
+    assert set(larger.state_dict()) == before
+    assert list(larger.peft_config) == ["default"]
 
 
 @pytest.mark.parametrize(
@@ -363,15 +380,21 @@ def test_failure_inside_peft_leaves_the_model_as_it_was(monkeypatch):
     tiny.prompted(model)
 
 
-def test_an_observation_goes_with_its_adapter():
+def test_scoring_leaves_nothing_in_the_model():
     model = tiny.prompted(tiny.make("vit"), num_prompts=1)
     model.add_adapter("other", ProVPTConfig(num_prompts=1))
-    Relocator(model)
+    batch = dict(pixel_values=tiny.images(), labels=tiny.labels())
+    relocator = Relocator(model, score_batches=[batch])
+    assert relocator.measure()[0].score.isfinite().all()
     with pytest.warns(UserWarning, match="Setting active adapter to other"):
         model.delete_adapter("default")
+    with pytest.raises(ValueError, match="enabled adapter, which must be 'default', got 'other'"):
+        relocator.measure()
     model.add_adapter("default", ProVPTConfig(num_prompts=5))
     model.set_adapter("default")
-    model(pixel_values=tiny.images(), labels=tiny.labels()).loss.backward()
+    model(**batch).loss.backward()
+    # An adapter of that name again, of another size.
+    assert relocator.measure()[0].score.shape == (20,)
 
 
 def test_wrapping_twice_is_refused():

@@ -10,10 +10,11 @@ import torch
 import transformers
 import yaml
 from huggingface_hub import ModelCard
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import save_file
 
-from provpt_peft import ProVPTConfig, model_card
+from provpt_peft import ProVPTConfig, check_adapter, figures
+from provpt_peft.share import card as our_card
 
 
 NAMES = {0: "daisy", 1: "rose", 2: "tulip"}
@@ -171,12 +172,12 @@ def test_a_local_base_model_leaves_no_metadata(tmp_path, base, adapter_name):
     model = prompted(base, adapter_name)
     for _ in range(2):
         model.save_pretrained(tmp_path / "adapter")
-    folders = [tmp_path / "adapter"] + [tmp_path / "adapter" / adapter_name] * (adapter_name != "default")
-    for folder in folders:
-        assert str(tmp_path) not in (folder / "README.md").read_text()
-        assert metadata(folder)["library_name"] == "peft"
-        assert "base_model" not in metadata(folder)
-        assert not [tag for tag in metadata(folder)["tags"] if tag.startswith("base_model:")]
+    # What PEFT writes above the folder of an adapter with a name of its own is PEFT's.
+    folder = tmp_path / "adapter" / ("" if adapter_name == "default" else adapter_name)
+    assert str(tmp_path) not in (folder / "README.md").read_text()
+    assert metadata(folder)["library_name"] == "peft"
+    assert "base_model" not in metadata(folder)
+    assert not [tag for tag in metadata(folder)["tags"] if tag.startswith("base_model:")]
 
 
 # PEFT's own, where it may not ask the Hub for the base model's config.
@@ -196,8 +197,85 @@ def test_a_base_model_of_the_hub_keeps_its_metadata(tmp_path, adapter_name):
 def test_paths_are_dropped_where_they_lead_nowhere_too(name):
     data = dict(base_model=name, tags=[f"base_model:adapter:{name}", "mine"])
     card = ModelCard(f"---\n{yaml.safe_dump(data)}---\n")
-    assert model_card._drop_local_base_model(card)
+    assert our_card._drop_local_base_model(card)
     assert card.data.to_dict() == {"tags": ["mine"]}
+
+
+def relocated(base):
+    """An adapter that has a history, so that its card gets a picture."""
+    model = prompted(base)
+    model.peft_config["default"].training = dict(epochs=2, history=[dict(epoch=1, prompt=0, from_block=1, block=4)])
+    return model
+
+
+def test_a_picture_that_cannot_be_drawn_is_a_warning(tmp_path, base, monkeypatch, caplog):
+    def fail(run):
+        raise RuntimeError("no fonts")
+
+    monkeypatch.setattr(figures, "plot_distribution", fail)
+    model = relocated(base)
+    model.save_pretrained(tmp_path / "adapter")
+    assert f"{tmp_path / 'adapter'}: the picture was not drawn, RuntimeError: no fonts" in caplog.text
+    assert not (tmp_path / "adapter" / "distribution.png").exists()
+    # The card is whole but for the picture, and the adapter is saved.
+    text = (tmp_path / "adapter" / "README.md").read_text()
+    assert "| prompts | 1 | 2 | 3 | 5 |\n" in text
+    assert "distribution.png" not in text
+    check_adapter(tmp_path / "adapter")
+    caplog.clear()
+    monkeypatch.undo()
+    model.save_pretrained(tmp_path / "adapter")
+    assert caplog.text == ""
+    assert (tmp_path / "adapter" / "distribution.png").is_file()
+    assert (tmp_path / "adapter" / "README.md").read_text().count("](distribution.png)") == 1
+
+
+@pytest.mark.parametrize("header", [b"tags: [", b"- a list\n- and no names", b"\xff\xfe"])
+def test_a_card_that_cannot_be_read_is_a_warning(tmp_path, base, caplog, header):
+    (tmp_path / "adapter").mkdir()
+    written = b"---\n" + header + b"\n---\n# My flowers\n"
+    (tmp_path / "adapter" / "README.md").write_bytes(written)
+    model = prompted(base)
+    save_file(our_tensors(model), tmp_path / "adapter" / "adapter_model.safetensors")
+    model.peft_config["default"].save_pretrained(str(tmp_path / "adapter"))
+    assert f"{tmp_path / 'adapter'}: the model card was not written, " in caplog.text
+    assert (tmp_path / "adapter" / "README.md").read_bytes() == written
+    check_adapter(tmp_path / "adapter")
+
+
+def our_tensors(model):
+    return {name: tensor.contiguous() for name, tensor in get_peft_model_state_dict(model).items()}
+
+
+def test_a_card_that_cannot_be_written_is_a_warning(tmp_path, base, monkeypatch, caplog):
+    def fail(self, path):
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(our_card.ModelCard, "save", fail)
+    model = prompted(base)
+    (tmp_path / "adapter").mkdir()
+    our_card.update_model_card(str(tmp_path / "adapter"), model.peft_config["default"])
+    assert caplog.text == ""
+    save_file(our_tensors(model), tmp_path / "adapter" / "adapter_model.safetensors")
+    our_card.update_model_card(str(tmp_path / "adapter"), model.peft_config["default"])
+    assert "the model card was not written, PermissionError: read-only" in caplog.text
+
+
+@pytest.mark.parametrize("adapter_name", ["default", "flowers"])
+def test_saving_writes_nothing_above_its_folder(tmp_path, base, adapter_name):
+    above = tmp_path / "above"
+    folder = above / "adapter"
+    folder.mkdir(parents=True)
+    (above / "README.md").write_text("---\nbase_model: /nowhere\ntags:\n- base_model:adapter:/nowhere\n---\n# Mine\n")
+    before = {path: path.read_bytes() for path in above.iterdir() if path.is_file()}
+    model = prompted(base, adapter_name)
+    model.save_pretrained(folder)
+    model.peft_config[adapter_name].save_pretrained(str(folder / "config"))
+    assert {path: path.read_bytes() for path in above.iterdir() if path.is_file()} == before
+    assert sorted(path.name for path in (folder / "config").iterdir()) == ["adapter_config.json"]
+    if adapter_name != "default":
+        # PEFT's own card of all adapters, as PEFT wrote it.
+        assert "provpt_peft: start" not in (folder / "README.md").read_text()
 
 
 def test_a_config_alone_writes_no_card(tmp_path):

@@ -12,9 +12,10 @@ import pytest
 import tiny
 import torch
 from peft import PeftModel
-from transformers import TrainerControl, TrainerState, TrainingArguments
+from training import make_trainer
+from transformers import Trainer
 
-from provpt_peft import RelocationTrainerCallback, Relocator
+from provpt_peft import Relocator
 
 
 TESTS = Path(__file__).parent
@@ -61,12 +62,16 @@ def assert_close(history, expected):
 def test_processes_agree(outcomes, scenario):
     first, second = outcomes[scenario]
     assert first["world_size"] == second["world_size"] == 2
-    for name in ("history", "prompt_blocks", "prompts", "policy", "distributions"):
+    for name in ("history", "prompt_blocks", "prompts", "state", "distributions", "score_images"):
         assert first[name] == second[name], name
     assert sorted({record["epoch"] for record in first["history"]}) == [1, 2, 3]
     assert all(record["reward"] is not None for record in first["history"])
     assert any(record["block"] != record["from_block"] for record in first["history"])
-    # Each has seen its half of each epoch.
+    # The first process has read the images that scores are measured on, for both; each has seen its half of an epoch.
+    images = sum(map(len, first["score_images"]))
+    assert images == process_worker.SCENARIOS[scenario].get("relocation", {}).get("score_images", 24)
+    assert first["seen_before"] == {24: 24, 6: 8}[images]
+    assert second["seen_before"] == 0
     for epoch in range(4):
         halves = [outcome["seen"][12 * epoch : 12 * epoch + 12] for outcome in (first, second)]
         assert sorted(halves[0] + halves[1]) == list(range(24))
@@ -79,17 +84,19 @@ def test_two_processes_give_the_history_of_one(outcomes, tmp_path, scenario):
     assert_close(two["history"], one["history"])
 
 
-def test_a_resumed_run_has_the_scores_of_all_processes(outcomes):
-    """The checkpoint is inside the epoch: the first process wrote the scores of the second epoch's first step."""
+def test_a_resumed_run_equals_one_that_was_never_stopped(outcomes):
+    """The checkpoint is inside the second epoch, and the first process wrote it."""
     for resumed, whole in zip(outcomes["resumed"], outcomes["learning"], strict=True):
         assert len(resumed["seen"]) < len(whole["seen"])
         assert resumed["prompt_blocks"] == whole["prompt_blocks"]
+        assert resumed["score_images"] == whole["score_images"]
         assert_close(resumed["history"], whole["history"])
 
 
 def test_a_block_without_prompts(outcomes):
     distributions = outcomes["empty_block"][0]["distributions"]
     assert distributions[0] == [6, 6, 0, 0]
+    assert max(distributions[1][2:]) == 1
     assert all(sum(distribution) == 12 for distribution in distributions)
 
 
@@ -129,6 +136,14 @@ def test_a_sharded_adapter_is_saved_whole(outcomes, folder):
 # ---- what cannot work -----------------------------------------------------------------------------------------------
 
 
+class Begins(Trainer):
+    """Does what the Trainer does when training begins, and wraps nothing."""
+
+    def begin(self):
+        self.callback_handler.model = self.model
+        self.callback_handler.on_train_begin(self.args, self.state, self.control)
+
+
 @pytest.mark.parametrize(
     ("setting", "value", "message"),
     [
@@ -141,12 +156,11 @@ def test_a_sharded_adapter_is_saved_whole(outcomes, folder):
     ],
 )
 def test_what_the_trainer_must_not_wrap_the_model_in(tmp_path, setting, value, message):
-    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
-    assert args.n_gpu <= 1
-    setattr(args, setting, value)
-    callback, state = RelocationTrainerCallback(), TrainerState()
+    trainer, _ = make_trainer(tmp_path, trainer_class=Begins)
+    assert trainer.args.n_gpu <= 1
+    setattr(trainer.args, setting, value)
     with pytest.raises(ValueError, match=message):
-        callback.on_train_begin(args, state, TrainerControl(), model=tiny.prompted(tiny.make("vit")))
+        trainer.begin()
 
 
 @pytest.mark.parametrize(
@@ -161,5 +175,4 @@ def test_wrappers_that_are_refused(name, instead):
     wrapper = type(name, (torch.nn.Module,), {})()
     wrapper.module = tiny.prompted(tiny.make("vit"))
     with pytest.raises(ValueError, match=f"got `{name}`, which .*{instead}"):
-        Relocator(wrapper)
-    assert wrapper.module.base_model.bank.observation is None
+        Relocator(wrapper, score_batches=[dict(pixel_values=tiny.images(), labels=tiny.labels())])

@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 from peft import get_peft_model
 from safetensors.torch import load_file, save_file
+from training import decoded, every_prompt_idle
 
 from provpt_peft import ProVPTConfig, RelocationConfig, Relocator
 
@@ -28,6 +29,9 @@ NUM_BLOCKS = 3
 NAMES = ("one", "two", "three")
 IMAGES = tiny.images(4, size=16)
 LABELS = tiny.labels(4)
+SCORE_BATCHES = [dict(pixel_values=tiny.images(2, seed, size=16), labels=tiny.labels(2, seed)) for seed in (7, 8)]
+# By name and, as users hand one in, as a function.
+SCORES = {"fisher": "fisher", "taylor": "taylor", "exact": "exact", "every prompt idle": every_prompt_idle}
 BASE = tiny.make(
     "vit", hidden_size=16, num_hidden_layers=NUM_BLOCKS, num_attention_heads=2, image_size=16, intermediate_size=16
 )
@@ -55,7 +59,8 @@ class Session:
         self.folder = folder
         self.counters = counters
         self.saved = {}
-        self.relocation = RelocationConfig(seed=seed, idleness=idleness)
+        self.relocation = RelocationConfig(seed=seed, idleness=SCORES[idleness])
+        self.loss_factor = 1.0
         self.model = get_peft_model(copy.deepcopy(BASE), self._config(count, dropout), adapter_name="one").eval()
         self.tuner = self.model.base_model
         self.budgets = {"one": len(self.tuner.prompts("one"))}
@@ -75,7 +80,22 @@ class Session:
         self.parameter = self.tuner.prompts(self.watched)
         assert any(p is self.parameter for p in trainable)
         self.optimizer = torch.optim.AdamW(trainable, lr=0.05)
-        self.relocator = Relocator(self.model, self.relocation, self.optimizer)
+        self.relocator = Relocator(self.model, self.relocation, self.optimizer, SCORE_BATCHES, self._compute_loss)
+
+    def _compute_loss(self, model, batch):
+        return model(**batch).loss * self.loss_factor
+
+    def _relocator_state(self):
+        return decoded(self.relocator.state_dict())
+
+    def _relocate(self):
+        """None where there is nothing to measure: all prompts are in no block."""
+        measures = self.relocator.epoch >= self.relocation.warmup_epochs
+        if measures and self.relocation.idleness != "exact" and not any(self.tuner.prompt_distribution(self.watched)):
+            with pytest.raises(ValueError, match="Scores need a loss that depends on the prompts"):
+                self.relocator.relocate()
+            return None
+        return self.relocator.relocate()
 
     def _adapters(self):
         return list(self.tuner.bank.provpt_prompts)
@@ -155,8 +175,9 @@ class Session:
         if len(self._adapters()) == 1:
             return
         name = self._pick(which)
-        if name == self.watched:
+        if name == self.watched == self.model.active_adapter and any(self.tuner.prompt_distribution(name)):
             self.relocator.finish()
+            self._done()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Adapter .* was active which is now deleted", UserWarning)
             self.model.delete_adapter(name)
@@ -227,43 +248,52 @@ class Session:
     # ---- training ---------------------------------------------------------------------------------------------------
 
     def train(self, steps, seed):
-        """With another adapter active than the one that the relocator was made for, it learns nothing."""
+        """With another adapter active than the one that the relocator was made for, nothing of that one changes."""
         active = self.model.active_adapter
-        before = self.relocator.state_dict()
+        before = self._relocator_state()
         for step in range(steps):
-            loss = self._train_step(tiny.images(4, 10 * seed + step, size=16))
+            self._train_step(tiny.images(4, 10 * seed + step, size=16))
             if active == self.watched:
-                self.relocator.record_step(loss)
                 self.optimizer.step()
-            else:
-                self.relocator.record_step()
             self.model.zero_grad()
+        assert self._relocator_state() == before
         if active != self.watched:
             self.counters["steps of another adapter"] += steps
-            assert self.relocator.state_dict() == before
         self._done(active if active == self.watched else None)
 
-    def train_not_finite(self, loss_only):
-        """A step whose loss is not a number, and which the loop therefore does not take."""
+    def relocate_not_finite(self):
+        """A loss that is not a number when scores are measured: nothing moves, and nothing is learned."""
         if self.model.active_adapter != self.watched:
             return
-        loss = self._train_step(IMAGES if loss_only else IMAGES * math.nan)
-        self.relocator.record_step(math.nan if loss_only else loss)
-        self.model.zero_grad()
-        self._done()
-        blocks = self.tuner.prompt_blocks(self.watched)
-        seen = bool(self.relocator.window.sums[-1].any())
-        assert self.relocator.relocate() == []
+        blocks, history = self.tuner.prompt_blocks(self.watched), len(self.relocator.history)
+        measures = self.relocator.epoch >= self.relocation.warmup_epochs
+        self.loss_factor = math.nan
+        moves = self._relocate()
+        self.loss_factor = 1.0
+        if moves is None:
+            return
+        assert moves == []
         assert torch.equal(self.tuner.prompt_blocks(self.watched), blocks)
-        assert (self.relocator.history[-1:] != [] and self.relocator.history[-1].note is not None) or not seen
+        notes = [record.note for record in self.relocator.history[history:]]
+        assert len(notes) == measures
+        assert all("not finite" in note for note in notes)
         self._done()
 
     def relocate(self, seeds):
-        """As at the start of an epoch, after an epoch with some steps."""
+        """As at the start of an epoch, after an epoch with some steps. Another adapter's scores are refused."""
         for seed in seeds:
             self.train(steps=1, seed=seed)
         before = self.tuner.prompt_blocks(self.watched)
-        moves = self.relocator.relocate()
+        if self.model.active_adapter != self.watched:
+            with pytest.raises(ValueError, match="Scores are those of the enabled adapter, which must be"):
+                self.relocator.measure()
+            self._done()
+            return
+        parameters = {name: p.grad for name, p in self.model.named_parameters()}
+        moves = self._relocate()
+        if moves is None:
+            return
+        assert {name: p.grad for name, p in self.model.named_parameters()} == parameters
         self.counters["relocations"] += len(moves)
         changed = (self.tuner.prompt_blocks(self.watched) != before).nonzero()[:, 0].tolist()
         assert changed == [move.prompt for move in moves if move.block != move.from_block]
@@ -277,10 +307,10 @@ class Session:
         state = json.loads(json.dumps(self.relocator.state_dict()))
         active = self.model.active_adapter
         self.model.set_adapter(self.watched)
-        self.relocator = Relocator(self.model, self.relocation, self.optimizer)
+        self.relocator = Relocator(self.model, self.relocation, self.optimizer, SCORE_BATCHES, self._compute_loss)
         self.relocator.load_state_dict(state)
         self.model.set_adapter(active)
-        assert self.relocator.state_dict() == state
+        assert self._relocator_state() == decoded(state)
         self._done()
 
     # ---- what holds after each --------------------------------------------------------------------------------------
@@ -336,7 +366,7 @@ def boolean(chance):
 # How often each is drawn, in relation to the others, and with which arguments.
 OPERATIONS = {
     "train": (2, dict(steps=lambda chance: chance.randint(1, 2), seed=lambda chance: chance.randint(0, 3))),
-    "train_not_finite": (1, dict(loss_only=boolean)),
+    "relocate_not_finite": (1, {}),
     "relocate": (2, dict(seeds=lambda chance: [chance.randint(0, 3) for _ in range(chance.randint(0, 2))])),
     "relocator_round_trip": (1, {}),
     "move": (1, dict(which=anything, prompt=anything, block=lambda chance: chance.randint(0, NUM_BLOCKS))),
@@ -362,7 +392,7 @@ def draw(seed, length):
         count=count(chance),
         other=count(chance),
         dropout=chance.choice([0.0, 0.5]),
-        idleness=chance.choice(["gate", "taylor"]),
+        idleness=chance.choice(list(SCORES)),
         seed=chance.randint(0, 3),
     )
     weights = [weight for weight, _ in OPERATIONS.values()]
@@ -413,16 +443,19 @@ def test_invariants_hold_in_random_sequences():
     run(50)
 
 
-def test_prompts_undistributed_after_they_were_scored_are_not_pruned(tmp_path):
-    session = Session(tmp_path, Counter(), count=1, other=1, dropout=0.0, idleness="gate", seed=0)
+def test_prompts_that_are_in_no_block_are_not_pruned(tmp_path):
+    session = Session(tmp_path, Counter(), count=1, other=1, dropout=0.0, idleness="every prompt idle", seed=0)
     for seed in range(4):
         for prompt in range(3):
             session.move(0, prompt, prompt + 1)
         session.train(steps=1, seed=seed)
         for prompt in range(3):
             session.move(0, prompt, 0)
+        with pytest.raises(ValueError, match="Scores need a loss that depends on the prompts"):
+            session.relocator.measure()
+        session.move(0, 2, 3)
         session.relocate(seeds=[])
-        assert session.tuner.prompt_distribution("one") == [0, 0, 0]
+        assert session.tuner.prompt_blocks("one").tolist()[:2] == [0, 0]
         session.check()
 
 

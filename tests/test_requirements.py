@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 from peft import PeftModel
-from training import Images, make_trainer
+from training import Images, make_trainer, moving
 
 from provpt_peft import RelocationConfig, Relocator
 
@@ -36,9 +36,10 @@ def test_other_image_sizes_in_the_trainer(tmp_path):
         def __getitem__(self, index):
             return super().__getitem__(index) | {"pixel_values": tiny.images(1, seed=index, size=48)[0]}
 
-    trainer, callback = make_trainer(tmp_path, num_train_epochs=3)
-    trainer.train_dataset, trainer.eval_dataset = Larger(), Larger(8)
-    trainer.data_collator = collate
+    trainer, callback = make_trainer(
+        tmp_path, moving(), train_dataset=Larger(), data_collator=collate, num_train_epochs=3
+    )
+    trainer.eval_dataset = Larger(8)
     trainer.train()
     assert len(callback.history) == 2
     assert trainer.evaluate()["eval_loss"] > 0
@@ -63,24 +64,19 @@ def test_everything_runs_without_torchvision():
     assert result.stdout.strip() == "2"
 
 
-def test_relocator_that_is_never_stepped_warns_once(caplog):
+@pytest.mark.parametrize("given", [None, iter([]), (batch for batch in ())])
+def test_relocator_without_images_that_it_can_read_again(given):
     model = tiny.prompted(tiny.make("vit"))
-    Relocator(model, RelocationConfig())
-    for _ in range(250):
-        model(pixel_values=tiny.images(1), labels=tiny.labels(1))
-    warnings = [r.message for r in caplog.records if "was not stepped" in r.message]
-    assert len(warnings) == 1
-    assert "100 batches" in warnings[0]
-    assert "record_step" in warnings[0]
+    found = "none" if given is None else f"a {type(given).__name__}, which can be read once"
+    with pytest.raises(ValueError, match=rf"which must be a list .*, got {found}\. Give .*first_batches\(loader, 5\)"):
+        Relocator(model, RelocationConfig(score_images=5), score_batches=given)
 
 
-def test_relocator_that_is_stepped_does_not_warn(caplog):
-    model = tiny.prompted(tiny.make("vit"))
-    relocator = Relocator(model, RelocationConfig())
-    for _ in range(250):
-        model(pixel_values=tiny.images(1), labels=tiny.labels(1))
-        relocator.record_step(1.0)
-    assert caplog.records == []
+def test_relocator_whose_images_are_none():
+    relocator = Relocator(tiny.prompted(tiny.make("vit")), score_batches=[])
+    assert relocator.relocate() == []
+    with pytest.raises(ValueError, match="on the score batches, but there are none"):
+        relocator.relocate()
 
 
 @pytest.mark.parametrize("classes", [2, 5])

@@ -116,7 +116,7 @@ def test_nothing_moves():
     with pytest.raises(ValueError, match=r"Prompts of VPT-Shallow stay at the first block.*`shallow=False`"):
         model.base_model.move_prompt(0, 2)
     with pytest.raises(ValueError, match="Relocation needs prompts that can move"):
-        Relocator(model)
+        Relocator(model, score_batches=[tiny.inputs("vit") | dict(labels=tiny.labels())])
     assert model.base_model.prompt_blocks().tolist() == [1, 1, 1]
 
 

@@ -1,7 +1,8 @@
 """Relocation of prompts: scores, allocation policy, and the relocator that ties them to a training loop."""
 
+from .batches import first_batches
 from .config import PPOConfig, RelocationConfig
-from .relocator import Relocation, Relocator
+from .relocator import Relocator
 
 
-__all__ = ["PPOConfig", "Relocation", "RelocationConfig", "Relocator"]
+__all__ = ["PPOConfig", "RelocationConfig", "Relocator", "first_batches"]

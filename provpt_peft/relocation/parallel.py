@@ -5,7 +5,6 @@ FSDP 2 is known by its methods: PyTorch before 2.6, or without distributed, has 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,61 +14,52 @@ from torch import nn
 # Wrappers that relocation cannot work through: what they do, and what to do instead. By name, since not all of them
 # are installed.
 _REFUSED_WRAPPERS = {
-    "DataParallel": (
-        # Scores are the gradient of a plain tensor, of which each replica has its own.
-        "loses the scores of its replicas (the Trainer takes it where one process has several devices)",
-        "Start a process for each device with `accelerate launch`, or set CUDA_VISIBLE_DEVICES to one device.",
-    ),
-    "FullyShardedDataParallel": (
-        "flattens the prompts into one vector with other weights",
-        "Use FSDP version 2 (`fully_shard`).",
-    ),
-    "DeepSpeedEngine": (
-        "steps on copies of the weights that a move cannot write to",
-        "Use `DistributedDataParallel` or FSDP version 2 (`fully_shard`).",
-    ),
+    # Scores are the gradient of a plain tensor, of which each replica has its own.
+    "DataParallel": "loses the scores of its replicas (the Trainer takes it where one process has several devices). "
+    "Start a process for each device with `accelerate launch`, or set CUDA_VISIBLE_DEVICES to one device.",
+    "FullyShardedDataParallel": "flattens the prompts into one vector with other weights. Use FSDP version 2 "
+    "(`fully_shard`).",
+    "DeepSpeedEngine": "steps on copies of the weights that a move cannot write to. Use `DistributedDataParallel` or "
+    "FSDP version 2 (`fully_shard`).",
 }
 
 
 def refuse_wrapper(name: str) -> None:
-    """Refuse a parallel wrapper that relocation cannot work through.
-
-    Args:
-        name: Name of a module's class.
-
-    Raises:
-        ValueError: If it is such a wrapper.
-    """
+    """Raise a ValueError if a module's class is a parallel wrapper that relocation cannot work through."""
     if name in _REFUSED_WRAPPERS:
-        what, instead = _REFUSED_WRAPPERS[name]
         raise ValueError(
             f"Relocation needs all scores and the prompts that the optimizer steps on, but got `{name}`, which "
-            f"{what}. {instead}"
+            f"{_REFUSED_WRAPPERS[name]}"
         )
 
 
-def num_processes() -> int:
-    """How many processes train together."""
+def _processes() -> int:
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     return torch.distributed.get_world_size() if distributed else 1
 
 
-def summed(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The sum of all processes' values, on the CPU. `device` is one that the processes can exchange tensors on."""
-    return _exchanged(values, device, lambda tensor: torch.distributed.all_reduce(tensor))
+def is_first_process() -> bool:
+    """Whether this process is the first of those that train together, or the only one."""
+    return _processes() == 1 or torch.distributed.get_rank() == 0
 
 
-def agreed(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The first process's values, on the CPU, where all are equal but for rounding and decisions must not differ."""
-    return _exchanged(values, device, lambda tensor: torch.distributed.broadcast(tensor, 0))
-
-
-def _exchanged(values: torch.Tensor, device: torch.device, exchange: Callable[[torch.Tensor], Any]) -> torch.Tensor:
-    if num_processes() == 1:
+def broadcast(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The first process's values on the CPU, exchanged on a device: all processes have them but for rounding, and
+    decisions must not differ."""
+    if _processes() == 1:
         return values
     on_device = values.to(device)
-    exchange(on_device)
+    torch.distributed.broadcast(on_device, 0)
     return on_device.cpu()
+
+
+def broadcast_objects(objects: list[Any]) -> list[Any]:
+    """The first process's list, in all processes."""
+    if _processes() == 1:
+        return objects
+    received = [objects]
+    torch.distributed.broadcast_object_list(received, 0)
+    return received[0]
 
 
 def reshard(model: nn.Module) -> None:
@@ -80,7 +70,7 @@ def reshard(model: nn.Module) -> None:
             module.reshard()  # type: ignore[operator]
 
 
-def whole(tensor: Any) -> torch.Tensor:
+def full_tensor(tensor: Any) -> torch.Tensor:
     """The tensor, gathered if it is sharded. All processes have to call this."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
@@ -88,7 +78,7 @@ def whole(tensor: Any) -> torch.Tensor:
 def write_row(tensor: Any, row: int, values: torch.Tensor) -> None:
     """`tensor[row] = values`. A sharded tensor cannot be indexed, so it is gathered and each process keeps its shard.
     All processes have to call this."""
-    gathered = whole(tensor)
+    gathered = full_tensor(tensor)
     gathered[row] = values
     if gathered is not tensor:
         from torch.distributed.tensor import distribute_tensor

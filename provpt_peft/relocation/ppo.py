@@ -1,6 +1,8 @@
 """Proximal policy optimisation (paper, Sec. 3.3 and appendix).
 
-This module takes tensors and knows nothing of models. Legend: S numbers of a state, A actions, M moves of an update.
+This module takes tensors and knows nothing of models.
+
+Legend: S numbers of a state, A actions, M transitions of an update.
 """
 
 from __future__ import annotations
@@ -10,57 +12,37 @@ from typing import Any
 import torch
 from torch import nn
 
-from .config import PPOConfig
 
-
+# The paper's appendix gives the first three, CleanRL's names and usual values the others.
+ACTOR_LEARNING_RATE = 3e-4
+CRITIC_LEARNING_RATE = 1e-3
+CLIP_COEF = 0.2
+ENT_COEF = 0.01
+VF_COEF = 0.5
+UPDATE_EPOCHS = 10
+TRANSITIONS_PER_UPDATE = 2
 HIDDEN_UNITS = 64
 
 
 def advantages_and_returns(
-    rewards: torch.Tensor, values: torch.Tensor, discount: float, gae_lambda: float
+    rewards: torch.Tensor, values: torch.Tensor, gamma: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Generalised advantage estimation over the moves of one update; the value after the last one counts as 0.
-
-    Args:
-        rewards: r_t, (M,).
-        values: V(s_t) when the move was made, (M,).
-        discount: Discount of later rewards.
-        gae_lambda: Lambda; 1 gives returns minus values.
-
-    Returns:
-        Advantages (M,) and the returns that the critic learns (M,).
-    """
-    advantages = torch.zeros_like(rewards)
-    next_value = next_advantage = torch.zeros(())
+    """Advantages (M,) over the transitions of an update, returns minus values, and the returns (M,), which the critic
+    learns, of rewards r_t (M,) and values V(s_t) (M,). What comes after the last transition counts as 0."""
+    returns = torch.zeros_like(rewards)
+    following = torch.zeros(())
     for t in reversed(range(len(rewards))):
-        delta = rewards[t] + discount * next_value - values[t]
-        advantages[t] = delta + discount * gae_lambda * next_advantage
-        next_value, next_advantage = values[t], advantages[t]
-    return advantages, advantages + values
+        returns[t] = following = rewards[t] + gamma * following
+    return returns - values, returns
 
 
 def clipped_policy_loss(
     log_probs: torch.Tensor, old_log_probs: torch.Tensor, advantages: torch.Tensor, clip_coef: float
 ) -> torch.Tensor:
-    """The clipped surrogate of PPO, negated to be minimised: the mean over moves of -min(ratio A, clip(ratio) A)."""
+    """The clipped surrogate of PPO, negated: the mean over transitions of -min(ratio A, clip(ratio) A)."""
     ratio = (log_probs - old_log_probs).exp()
     clipped = ratio.clamp(1 - clip_coef, 1 + clip_coef)
     return -torch.minimum(ratio * advantages, clipped * advantages).mean()
-
-
-class RewardScale:
-    """Running root mean square of rewards. Dividing by it keeps their signs and relative sizes."""
-
-    def __init__(self) -> None:
-        self.squares = 0.0
-        self.count = 0
-
-    def __call__(self, reward: float) -> float:
-        """Take a reward in and return it on the running scale."""
-        self.squares += reward**2
-        self.count += 1
-        root = (self.squares / self.count) ** 0.5
-        return reward / root if root > 0 else 0.0
 
 
 class PPO:
@@ -69,23 +51,24 @@ class PPO:
     Args:
         num_inputs: S, numbers of a state.
         num_actions: A.
-        config: Settings.
-        generator: Random generator for the weights and the choices.
+        gamma: Discount of later rewards.
+        generator: Random generator for the weights and the actions.
     """
 
-    def __init__(self, num_inputs: int, num_actions: int, config: PPOConfig, generator: torch.Generator) -> None:
-        self.config = config
+    def __init__(self, num_inputs: int, num_actions: int, gamma: float, generator: torch.Generator) -> None:
+        self.gamma = gamma
         self.generator = generator
         self.actor = _mlp(num_inputs, num_actions, output_gain=0.01, generator=generator)
         self.critic = _mlp(num_inputs, 1, output_gain=1.0, generator=generator)
         self.optimizer = torch.optim.Adam(
             [
-                {"params": self.actor.parameters(), "lr": config.actor_learning_rate},
-                {"params": self.critic.parameters(), "lr": config.critic_learning_rate},
+                {"params": self.actor.parameters(), "lr": ACTOR_LEARNING_RATE},
+                {"params": self.critic.parameters(), "lr": CRITIC_LEARNING_RATE},
             ]
         )
-        self.reward_scale = RewardScale()
-        self.moves: list[dict[str, Any]] = []
+        self.reward_squares = 0.0  # their sum
+        self.reward_count = 0
+        self.transitions: list[dict[str, Any]] = []
 
     def log_probs(self, states: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """Log probabilities of the actions. States (…, S) and offsets of the logits (…, A) to (…, A)."""
@@ -93,14 +76,10 @@ class PPO:
 
     @torch.no_grad()
     def act(self, state: torch.Tensor, offset: torch.Tensor) -> tuple[int, dict[str, Any]]:
-        """Draw an action.
-
-        Args:
-            state: (S,).
-            offset: Added to the actor's logits, (A,).
+        """Draw an action, 0 … A-1, in a state (S,). The offset (A,) is added to the actor's logits.
 
         Returns:
-            The action, 0 … A-1, and what `learn` needs to know of it.
+            The action, and what `learn` needs to know of it.
         """
         log_probs = self.log_probs(state, offset)
         action = int(torch.multinomial(log_probs.exp(), 1, generator=self.generator))
@@ -114,35 +93,40 @@ class PPO:
         return action, memory
 
     def learn(self, memory: dict[str, Any], reward: float) -> dict[str, float]:
-        """Take the reward of an action in; update when `moves_per_update` of them have come.
+        """Take the reward of an action in; update when `TRANSITIONS_PER_UPDATE` of them have come.
 
         Returns:
-            The diagnostics of the update, empty if there was none: `policy_loss`, `value_loss`, `entropy`,
-            `approx_kl`, `clipfrac`, means over the last pass.
+            The diagnostics of the update, means over its last pass; empty if there was none.
         """
-        self.moves.append({**memory, "reward": self.reward_scale(reward)})
-        if len(self.moves) < self.config.moves_per_update:
+        self.transitions.append({**memory, "reward": self._scaled(reward)})
+        if len(self.transitions) < TRANSITIONS_PER_UPDATE:
             return {}
         metrics = self._update()
-        self.moves.clear()
+        self.transitions.clear()
         return metrics
 
+    def _scaled(self, reward: float) -> float:
+        """The reward over the running root mean square of rewards, which keeps their signs and relative sizes."""
+        self.reward_squares += reward**2
+        self.reward_count += 1
+        root = (self.reward_squares / self.reward_count) ** 0.5
+        return reward / root if root > 0 else 0.0
+
     def _update(self) -> dict[str, float]:
-        states = torch.stack([move["state"] for move in self.moves])  # (M, S)
-        offsets = torch.stack([move["offset"] for move in self.moves])  # (M, A)
-        actions = torch.tensor([move["action"] for move in self.moves])
+        states, offsets = (torch.stack([t[name] for t in self.transitions]) for name in ("state", "offset"))  # (M, S)
+        actions = torch.tensor([t["action"] for t in self.transitions])
         old_log_probs, values, rewards = (
-            torch.tensor([move[name] for move in self.moves]) for name in ("log_prob", "value", "reward")
+            torch.tensor([t[name] for t in self.transitions]) for name in ("log_prob", "value", "reward")
         )
-        advantages, returns = advantages_and_returns(rewards, values, self.config.discount, self.config.gae_lambda)
+        advantages, returns = advantages_and_returns(rewards, values, self.gamma)
         with torch.enable_grad():
-            for _ in range(self.config.update_epochs):
+            for _ in range(UPDATE_EPOCHS):
                 log_probs = self.log_probs(states, offsets)  # (M, A)
                 chosen = log_probs.gather(1, actions[:, None])[:, 0]
-                policy_loss = clipped_policy_loss(chosen, old_log_probs, advantages, self.config.clip_coef)
+                policy_loss = clipped_policy_loss(chosen, old_log_probs, advantages, CLIP_COEF)
                 value_loss = 0.5 * (self.critic(states)[:, 0] - returns).square().mean()
                 entropy = -(log_probs.exp() * log_probs).sum(dim=-1).mean()
-                loss = policy_loss + self.config.vf_coef * value_loss - self.config.ent_coef * entropy
+                loss = policy_loss + VF_COEF * value_loss - ENT_COEF * entropy
                 self.optimizer.zero_grad()
                 loss.backward()
                 self.optimizer.step()
@@ -153,17 +137,17 @@ class PPO:
             "entropy": entropy.item(),
             # Low-variance estimate of KL(old, new): E[(r - 1) - log r].
             "approx_kl": (log_ratio.expm1() - log_ratio).mean().item(),
-            "clipfrac": (log_ratio.exp() - 1).abs().gt(self.config.clip_coef).float().mean().item(),
+            "clipfrac": (log_ratio.exp() - 1).abs().gt(CLIP_COEF).float().mean().item(),
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Weights, optimizer, collected moves and reward scale; tensors and plain Python values."""
+        """Weights, optimizer, collected transitions and reward scale; tensors and plain Python values."""
         return {
             "actor": self.actor.state_dict(),
             "critic": self.critic.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "reward_scale": [self.reward_scale.squares, self.reward_scale.count],
-            "moves": list(self.moves),
+            "rewards": [self.reward_squares, self.reward_count],
+            "transitions": list(self.transitions),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -171,19 +155,15 @@ class PPO:
         self.actor.load_state_dict(state["actor"])
         self.critic.load_state_dict(state["critic"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.reward_scale.squares, self.reward_scale.count = state["reward_scale"]
-        self.moves = list(state["moves"])
+        self.reward_squares, self.reward_count = state["rewards"]
+        self.transitions = list(state["transitions"])
 
 
 def _mlp(inputs: int, outputs: int, output_gain: float, generator: torch.Generator) -> nn.Sequential:
     """Two hidden layers of 64, tanh, orthogonal weights and zero biases, as is usual for PPO."""
-    sizes_and_gains = [
-        (inputs, HIDDEN_UNITS, 2**0.5),
-        (HIDDEN_UNITS, HIDDEN_UNITS, 2**0.5),
-        (HIDDEN_UNITS, outputs, output_gain),
-    ]
+    sizes, gains = (inputs, HIDDEN_UNITS, HIDDEN_UNITS, outputs), (2**0.5, 2**0.5, output_gain)
     layers: list[nn.Module] = []
-    for size_in, size_out, gain in sizes_and_gains:
+    for size_in, size_out, gain in zip(sizes[:-1], sizes[1:], gains, strict=True):
         # The layer's own initialisation would draw from the global generator.
         linear = nn.utils.skip_init(nn.Linear, size_in, size_out)
         nn.init.orthogonal_(linear.weight, gain, generator=generator)

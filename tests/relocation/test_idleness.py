@@ -1,4 +1,4 @@
-"""Scores: the pure part by hand, the gate against finite differences and against exact removal."""
+"""Scores: the pure part by hand, the gates against finite differences and against exact removal."""
 
 import math
 
@@ -7,106 +7,73 @@ import tiny
 import torch
 from torch.nn import functional as F
 
-from provpt_peft import RelocationConfig, Relocator
-from provpt_peft.attention import PromptedBlock
-from provpt_peft.relocation.idleness import IdlenessWindow
+from provpt_peft import RelocationConfig, Relocator, gates
+from provpt_peft.backbone.attention import PromptedBlock
+from provpt_peft.gates import Gates
+from provpt_peft.relocation.idleness import Idleness, to_second_order
+
+
+NAN = math.nan
+
+
+def column(*values):
+    return torch.tensor(values, dtype=torch.float64)[:, None]
 
 
 # ---- the pure part --------------------------------------------------------------------------------------------------
 
 
-def shares(gradients):
-    """The moments (5, 1) of one prompt in one step, from the images' shares of its gradient."""
-    gradients = torch.tensor(gradients, dtype=torch.float64)
-    return torch.stack([*((gradients**power).sum() for power in range(1, 5)), torch.tensor(len(gradients))])[:, None]
-
-
 def test_mean_and_standard_error_by_hand():
-    # One prompt, one step of 4 images whose own scores are 1, 2, 3, 6. The loss is their mean, so each image's share
-    # of the gradient is a quarter: 0.25, 0.5, 0.75, 1.5 with sum 3 and sum of squares 3.125.
-    # Mean 3; sample variance (4 + 1 + 0 + 9) / 3 = 14/3; standard error sqrt(14/3 / 4) = sqrt(7/6).
-    window = IdlenessWindow(1)
-    window.add_step(shares([0.25, 0.5, 0.75, 1.5]))
-    idleness = window.scores()
+    # One prompt, four images with scores 1, 2, 3, 6: mean 3; sample variance (4 + 1 + 0 + 9) / 3 = 14/3; standard
+    # error sqrt(14/3 / 4) = sqrt(7/6).
+    idleness = Idleness.mean_of(column(1, 2, 3, 6))
     assert idleness.score.tolist() == [3.0]
     assert idleness.stderr.item() == pytest.approx(math.sqrt(7 / 6))
 
 
-def test_exact_scores_come_first_in_the_ranking():
-    window = IdlenessWindow(4)
-    window.add_step(torch.cat([shares([score]) for score in (1.0, 3.0, 2.0, 0.5)], dim=1))
-    idleness = window.scores()
-    assert idleness.ranking() == [1, 2, 0, 3]
-    idleness.score[1], idleness.exact[1:3] = -1.0, True
-    assert idleness.ranking() == [2, 1, 0, 3]
+def test_one_image_has_no_standard_error():
+    idleness = Idleness.mean_of(column(2.0))
+    assert idleness.score.tolist() == [2.0]
+    assert idleness.stderr.isnan().all()
 
 
 def test_second_order_by_hand():
-    # One step of 2 images whose own derivatives are 1 and 3, so their shares are 0.5 and 1.5. To second order their
-    # scores are 1 - 1/2 = 0.5 and 3 - 9/2 = -1.5: mean -0.5, sample variance 2, standard error sqrt(2 / 2) = 1.
-    window = IdlenessWindow(1, curvature=0.5)
-    window.add_step(shares([0.5, 1.5]))
-    idleness = window.scores()
-    assert idleness.score.item() == pytest.approx(-0.5)
-    assert idleness.stderr.item() == pytest.approx(1.0)
+    # Two images with derivatives 1 and 3. To second order their scores are 1 - 1/2 = 0.5 and 3 - 9/2 = -1.5: mean
+    # -0.5, sample variance 2, standard error sqrt(2 / 2) = 1.
+    idleness = Idleness.mean_of(to_second_order(column(1, 3)))
+    assert idleness.score.item() == -0.5
+    assert idleness.stderr.item() == 1.0
 
 
-def test_loss_scale_is_divided_out():
-    plain, scaled = IdlenessWindow(1, curvature=0.5), IdlenessWindow(1, curvature=0.5)
-    plain.add_step(shares([0.5, 1.5]))
-    scaled.add_step(shares([4.0, 12.0]), loss_scale=8.0)
-    torch.testing.assert_close(scaled.sums, plain.sums)
+def test_ranking_is_by_score_and_leaves_out_prompts_without_one():
+    scores = torch.tensor([1.0, NAN, 3.0, 2.0, 3.0], dtype=torch.float64)
+    assert Idleness(scores, torch.zeros(5)).ranking() == [2, 4, 3, 0]
 
 
-def test_images_of_small_and_large_steps_count_alike():
-    # 3 images with score 1 in one step (shares 1/3), 1 image with score 5 in another: mean (3 + 5) / 4 = 2.
-    window = IdlenessWindow(1)
-    window.add_step(shares([1 / 3, 1 / 3, 1 / 3]))
-    window.add_step(shares([5.0]))
-    assert window.scores().score.item() == pytest.approx(2.0)
+# ---- the gates' gradient, out of a model's backward pass ------------------------------------------------------------
 
 
-def test_undistributed_prompts_have_no_score():
-    window = IdlenessWindow(2)
-    window.add_step(torch.cat([shares([-0.5, -0.5]), torch.zeros(5, 1)], dim=1))
-    idleness = window.scores()
-    assert idleness.score[1].isnan()
-    assert idleness.is_finite()
-    assert idleness.ranking() == [0]
+def relocator_of(model, inputs, targets, score="fisher", batches=1, **others):
+    parts = zip(inputs.chunk(batches), targets.chunk(batches), strict=True)
+    return Relocator(
+        model,
+        RelocationConfig(idleness=score),
+        score_batches=[dict(pixel_values=x, labels=y, **others) for x, y in parts],
+    )
 
 
-def test_not_a_number_is_noticed():
-    window = IdlenessWindow(2)
-    window.add_step(torch.cat([shares([math.nan]), shares([1.0])], dim=1))
-    assert not window.scores().is_finite()
+def measured(*args, **kwargs):
+    return relocator_of(*args, **kwargs).measure()[0]
 
 
-@pytest.mark.parametrize(("significance", "stands_out"), [(0.0, True), (1.0, True), (2.0, False)])
-def test_significance_is_in_standard_errors(significance, stands_out):
-    # Three images with scores 0, 0.5 and 1: mean 0.5, standard error 0.5 / sqrt(3) = 0.289.
-    window = IdlenessWindow(1)
-    window.add_step(shares([0.0, 0.5 / 3, 1.0 / 3]))
-    idleness = window.scores()
-    assert idleness.score.item() == pytest.approx(0.5)
-    assert idleness.stderr.item() == pytest.approx(0.5 / math.sqrt(3))
-    assert idleness.stands_out(0, significance) == stands_out
+def derivatives(measurement):
+    """A score of the user's own: s itself, the mean over images of the first order."""
+    return Idleness.mean_of(measurement.gate_gradients())
 
 
-# ---- the gate's gradient, out of a model's backward -----------------------------------------------------------------
-
-
-def observed(model, inputs, targets, score="gate", micro_batches=1, **others):
-    """Scores of one optimizer step, from an ordinary training backward."""
-    relocator = Relocator(model, RelocationConfig(idleness=score))
-    for x, y in zip(inputs.chunk(micro_batches), targets.chunk(micro_batches), strict=True):
-        (model(pixel_values=x, labels=y, **others).loss / micro_batches).backward()
-    relocator.record_step()
-    model.base_model.bank.observation = None
-    return relocator.window.scores()
-
-
-def weighted_attention(factors):
-    """Attention in which some prompt keys have a factor on their weight, written from the definition."""
+def partly_without(factors):
+    """Attention whose output goes the straight way, by a factor for each prompt, from what it is (1) to what it is
+    with the prompt's key left out of the softmax (0)."""
 
     def attend(block, query, key, value, attention_mask, scaling=None, **kwargs):
         logits = query @ key.transpose(2, 3) * scaling
@@ -114,11 +81,13 @@ def weighted_attention(factors):
             logits = logits.masked_fill(~attention_mask, -math.inf)
         elif attention_mask is not None:
             logits = logits + attention_mask
-        factor = torch.ones(key.shape[2], dtype=key.dtype)
-        factor[key.shape[2] - len(factors[block]) :] = factors[block]
-        weights = logits.exp() * factor
-        weights = weights / weights.sum(dim=-1, keepdim=True)
-        return (weights @ value).transpose(1, 2), None
+        output = moved = logits.softmax(dim=-1) @ value
+        count = len(factors[block])
+        for position, factor in enumerate(factors[block]):
+            left_out = logits.clone()
+            left_out[..., logits.shape[-1] - count + position] = -math.inf
+            moved = moved + (1 - factor) * (left_out.softmax(dim=-1) @ value - output)
+        return moved.transpose(1, 2), None
 
     return attend
 
@@ -131,19 +100,20 @@ def weighted_attention(factors):
         *((family, "eager") for family in tiny.EAGER_ONLY),
     ],
 )
-def test_gate_is_the_derivative_in_the_key_s_weight(monkeypatch, family, implementation):
+def test_gate_is_the_derivative_along_the_removal(monkeypatch, family, implementation):
+    monkeypatch.setattr(gates, "MOST_WEIGHT", 1.0)
     model = tiny.prompted(tiny.make(family, attn_implementation=implementation)).double().eval()
     tuner = model.base_model
     tuner.move_prompt(0, 2)
     inputs, targets = tiny.inputs(family, 3), tiny.labels(3)
     inputs["pixel_values"] = inputs["pixel_values"].double()
     others = {name: tensor for name, tensor in inputs.items() if name != "pixel_values"}
-    gate = observed(model, inputs["pixel_values"], targets, **others).score
+    gate = measured(model, inputs["pixel_values"], targets, derivatives, **others).score
 
     factors = {
         block: torch.ones(n).double() for block, n in zip(tuner.blocks, tuner.prompt_distribution(), strict=True)
     }
-    monkeypatch.setattr(PromptedBlock, "attend", weighted_attention(factors))
+    monkeypatch.setattr(PromptedBlock, "attend", partly_without(factors))
 
     @torch.no_grad()
     def loss():
@@ -162,33 +132,67 @@ def test_gate_is_the_derivative_in_the_key_s_weight(monkeypatch, family, impleme
     assert gate.abs().max() > 1e-3
 
 
-def test_standard_error_is_over_images():
+def test_a_weight_above_the_bound_by_hand():
+    # One image, head and query, a token and a prompt whose logits are 0 and log 9: weights 0.1 and 0.9. The values are
+    # 0 and 1, the output 0.9. The weight counts as 0.7 in 1 - a, so for a gradient of 1 s = 0.9 / 0.3 (1 - 0.9) = 0.3.
+    query, key = torch.ones(1, 1, 1, 1), torch.tensor([0.0, math.log(9)]).view(1, 1, 2, 1)
+    value = torch.tensor([0.0, 1.0]).view(1, 1, 2, 1)
+
+    def attend(query, key, value):
+        return ((query @ key.transpose(2, 3)).softmax(dim=-1) @ value).transpose(1, 2)
+
+    of_prompts = Gates("output", "default", 1)
+    output = attend(query, key, value).requires_grad_()
+    passed = of_prompts.on_output(output, query, key, value, torch.tensor([0]), 1, 1.0, attend)
+    assert torch.equal(passed, output)
+    assert of_prompts.gradients(passed.sum()).item() == pytest.approx(0.3, abs=1e-6)
+
+
+def test_one_number_for_each_image_and_prompt():
     model = tiny.prompted(tiny.make("vit")).eval()
     inputs, targets = tiny.images(6), tiny.labels(6)
-    idleness = observed(model, inputs, targets)
-    each = torch.stack([observed(model, inputs[i : i + 1], targets[i : i + 1]).score for i in range(6)])  # (6, N)
-    torch.testing.assert_close(idleness.score, each.mean(dim=0), atol=1e-7, rtol=1e-4)
-    torch.testing.assert_close(idleness.stderr, each.std(dim=0) / math.sqrt(6), atol=1e-7, rtol=1e-3)
+    taken = []
+
+    def keep(measurement):
+        taken.append(measurement.gate_gradients())
+        return Idleness.mean_of(taken[-1])
+
+    measured(model, inputs, targets, keep)
+    for image in range(6):
+        measured(model, inputs[image : image + 1], targets[image : image + 1], keep)
+    whole, *each = taken
+    assert whole.shape == (6, 12)
+    torch.testing.assert_close(whole, torch.cat(each), atol=1e-7, rtol=1e-4)
 
 
-@pytest.mark.parametrize("micro_batches", [2, 4, 8])
-@pytest.mark.parametrize("score", ["gate", "taylor"])
-def test_accumulation_does_not_matter(score, micro_batches):
+@pytest.mark.parametrize("batches", [2, 4, 8])
+@pytest.mark.parametrize("score", ["fisher", "taylor"])
+def test_how_the_images_are_batched_does_not_matter(score, batches):
     model = tiny.prompted(tiny.make("vit")).eval()
     inputs, targets = tiny.images(8), tiny.labels(8)
-    whole = observed(model, inputs, targets, score)
-    split = observed(model, inputs, targets, score, micro_batches)
+    whole = measured(model, inputs, targets, score)
+    split = measured(model, inputs, targets, score, batches)
     torch.testing.assert_close(split.score, whole.score, atol=1e-7, rtol=1e-4)
     torch.testing.assert_close(split.stderr, whole.stderr, atol=1e-7, rtol=1e-4)
+
+
+def test_the_loss_is_a_mean_over_images_of_batches_of_any_size():
+    model = tiny.prompted(tiny.make("vit")).eval()
+    inputs, targets = tiny.images(5), tiny.labels(5)
+    batches = [dict(pixel_values=inputs[part], labels=targets[part]) for part in (slice(0, 4), slice(4, 5))]
+    for score in ("fisher", "exact"):
+        _, loss = Relocator(model, RelocationConfig(idleness=score), score_batches=batches).measure()
+        with torch.no_grad():
+            expected = model(pixel_values=inputs, labels=targets).loss.item()
+        assert loss == pytest.approx(expected, rel=1e-6)
 
 
 def test_taylor_is_eq_6():
     # An epsilon that the norm does not ignore: with the usual ones, Eq. 6 is rounding noise.
     model = tiny.prompted(tiny.make("vit", layer_norm_eps=1e-2)).double().eval()
     inputs, targets = tiny.images(4).double(), tiny.labels(4)
-    taylor = observed(model, inputs, targets, "taylor").score
+    taylor = measured(model, inputs, targets, "taylor").score
     prompts = model.base_model.prompts()
-    prompts.grad = None
     model(pixel_values=inputs, labels=targets).loss.backward()
     expected = (prompts.grad * prompts).sum(dim=1)
     torch.testing.assert_close(taylor, expected, atol=1e-8, rtol=1e-5)
@@ -196,24 +200,61 @@ def test_taylor_is_eq_6():
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointed_blocks_count_once(use_reentrant):
-    model = tiny.prompted(tiny.make("vit")).train()
+@pytest.mark.parametrize("family", ["vit", "swin"])
+def test_checkpointed_blocks_score_the_same(family, use_reentrant):
+    model = tiny.prompted(tiny.make(family)).train()
     inputs, targets = tiny.images(4), tiny.labels(4)
-    plain = observed(model, inputs, targets)
+    plain = measured(model, inputs, targets)
     model.base_model.model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    recomputed = observed(model, inputs, targets)
+    functions = [getattr(block.block, "_gradient_checkpointing_func", None) for block in model.base_model.blocks]
+    recomputed = measured(model, inputs, targets)
     torch.testing.assert_close(recomputed.score, plain.score, atol=1e-7, rtol=1e-4)
-    assert torch.equal(recomputed.images, plain.images)
-    assert recomputed.images.tolist() == [4.0] * 12
+    assert functions == [getattr(b.block, "_gradient_checkpointing_func", None) for b in model.base_model.blocks]
 
 
-def test_forward_without_backward_counts_for_nothing():
+def test_prompts_that_the_loss_does_not_reach_score_0():
+    """Eq. 4: without them the loss is the same. Prompts that are in no block have no score."""
+
+    class SecondLast(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = tiny.prompted(tiny.make("vit"))
+
+        def forward(self, pixel_values, labels):
+            hidden = self.inner(pixel_values=pixel_values, output_hidden_states=True).hidden_states[-2]
+            return hidden.square().mean()
+
+    model = SecondLast()
+    model.inner.base_model.move_prompt(0, 0)
+    batch = dict(pixel_values=tiny.images(4), labels=tiny.labels(4))
+    for score in ("fisher", "taylor", "exact"):
+        relocator = Relocator(
+            model, RelocationConfig(idleness=score), score_batches=[batch], compute_loss=lambda m, b: m(**b)
+        )
+        scores = relocator.measure()[0].score
+        assert scores[0].isnan()
+        assert scores[9:].tolist() == [0, 0, 0]
+        assert scores[1:9].abs().min() > 0
+
+
+def test_a_loss_that_reaches_no_prompt_is_an_error():
     model = tiny.prompted(tiny.make("vit"))
-    relocator = Relocator(model)
-    model(pixel_values=tiny.images(), labels=tiny.labels())
-    relocator.record_step(1.0)
-    assert relocator.relocate() == []
-    assert relocator.epoch == 0
+    batch = dict(pixel_values=tiny.images(), labels=tiny.labels())
+    relocator = Relocator(model, score_batches=[batch], compute_loss=lambda model, batch: torch.zeros(()))
+    with pytest.raises(
+        ValueError, match="Scores need a loss that depends on the prompts, but it reached none of them"
+    ):
+        relocator.measure()
+
+
+def test_passes_on_different_images_are_an_error():
+    def twice(model, batch):
+        return model(**batch).loss + model(**{name: tensor[:2] for name, tensor in batch.items()}).loss
+
+    batch = dict(pixel_values=tiny.images(4), labels=tiny.labels(4))
+    relocator = Relocator(tiny.prompted(tiny.make("vit")), score_batches=[batch], compute_loss=twice)
+    with pytest.raises(ValueError, match="the same images in all passes of one loss, got 4 and then 2"):
+        relocator.measure()
 
 
 def test_sign_on_a_planted_case():
@@ -240,6 +281,6 @@ def test_sign_on_a_planted_case():
         without = loss()
         tuner.move_prompt(prompt, prompt + 1)
         exact.append(loss() - without)
-    gate = observed(model, inputs, targets)
     assert exact[hurts] > 0 > exact[helps]
-    assert gate.score[hurts] > 0 > gate.score[helps]
+    scores = measured(model, inputs, targets).score
+    assert scores[hurts] > 0 > scores[helps]

@@ -5,18 +5,12 @@ import math
 import pytest
 import torch
 
-from provpt_peft import PPOConfig
-from provpt_peft.relocation.ppo import (
-    PPO,
-    RewardScale,
-    advantages_and_returns,
-    clipped_policy_loss,
-)
+from provpt_peft.relocation.ppo import PPO, advantages_and_returns, clipped_policy_loss
 from provpt_peft.relocation.serialization import from_json, to_json
 
 
-def make(num_blocks=12, seed=0, **settings):
-    return PPO(3 * num_blocks, num_blocks, PPOConfig(**settings), torch.Generator().manual_seed(seed))
+def make(num_blocks=12, seed=0, gamma=0.0):
+    return PPO(3 * num_blocks, num_blocks, gamma, torch.Generator().manual_seed(seed))
 
 
 def act(ppo, state):
@@ -35,14 +29,16 @@ def test_learning_rates_are_the_paper_s():
 
 
 def test_advantages_by_hand():
-    # Two moves, discount 1, lambda 1: returns are 1 + 2 = 3 and 2; values 0.5 and 1; advantages 2.5 and 1.
-    advantages, returns = advantages_and_returns(torch.tensor([1.0, 2.0]), torch.tensor([0.5, 1.0]), 1.0, 1.0)
+    # Two transitions, gamma 1: returns are 1 + 2 = 3 and 2; values 0.5 and 1; advantages 2.5 and 1.
+    advantages, returns = advantages_and_returns(torch.tensor([1.0, 2.0]), torch.tensor([0.5, 1.0]), 1.0)
     assert advantages.tolist() == [2.5, 1.0]
     assert returns.tolist() == [3.0, 2.0]
-    # Discount 0.5, lambda 0.5: deltas are 1 + 0.5 * 1 - 0.5 = 1 and 2 - 1 = 1; advantages 1 + 0.25 * 1 = 1.25 and 1.
-    advantages, returns = advantages_and_returns(torch.tensor([1.0, 2.0]), torch.tensor([0.5, 1.0]), 0.5, 0.5)
-    assert advantages.tolist() == [1.25, 1.0]
-    assert returns.tolist() == [1.75, 2.0]
+    # Gamma 0.5: returns are 1 + 0.5 * 2 = 2 and 2.
+    advantages, returns = advantages_and_returns(torch.tensor([1.0, 2.0]), torch.tensor([0.5, 1.0]), 0.5)
+    assert advantages.tolist() == [1.5, 1.0]
+    assert returns.tolist() == [2.0, 2.0]
+    # Gamma 0: each by its own reward.
+    assert advantages_and_returns(torch.tensor([1.0, 2.0]), torch.tensor([0.5, 1.0]), 0.0)[1].tolist() == [1.0, 2.0]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +57,7 @@ def test_clipped_loss_by_hand(ratio, advantage, loss):
     assert clipped_policy_loss(log_probs, old, torch.tensor([advantage]), 0.2).item() == pytest.approx(loss, rel=1e-5)
 
 
-def test_clipped_loss_is_a_mean_over_moves():
+def test_clipped_loss_is_a_mean_over_transitions():
     log_probs, old = torch.tensor([0.0, math.log(1.5)]), torch.zeros(2)
     assert clipped_policy_loss(log_probs, old, torch.tensor([1.0, 2.0]), 0.2).item() == pytest.approx(-1.7, rel=1e-5)
 
@@ -72,22 +68,28 @@ def test_no_gradient_beyond_the_clip():
     assert log_probs.grad.item() == 0.0
 
 
-def test_reward_scale_by_hand():
+def test_rewards_are_scaled_by_their_running_root_mean_square():
     # Root mean squares: 3; sqrt((9 + 16) / 2).
-    scale = RewardScale()
-    assert scale(3.0) == 1.0
-    assert scale(-4.0) == pytest.approx(-4 / math.sqrt(12.5))
-    assert RewardScale()(0.0) == 0.0
+    ppo, state = make(3), torch.zeros(9)
+    ppo.learn(act(ppo, state)[1], 3.0)
+    assert ppo.transitions[0]["reward"] == 1.0
+    scaled = []
+    ppo._update = lambda: scaled.append(ppo.transitions[1]["reward"]) or {}
+    ppo.learn(act(ppo, state)[1], -4.0)
+    assert scaled == [pytest.approx(-4 / math.sqrt(12.5))]
+    ppo = make(3)
+    ppo.learn(act(ppo, state)[1], 0.0)
+    assert ppo.transitions[0]["reward"] == 0.0
 
 
-def test_update_comes_after_moves_per_update_rewards():
-    ppo = make(3, moves_per_update=2)
+def test_update_comes_after_two_rewards():
+    ppo = make(3)
     state = torch.zeros(9)
     assert ppo.learn(act(ppo, state)[1], 1.0) == {}
     metrics = ppo.learn(act(ppo, state)[1], -1.0)
     assert set(metrics) == {"policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac"}
     assert all(type(value) is float for value in metrics.values())
-    assert ppo.moves == []
+    assert ppo.transitions == []
 
 
 def test_first_policy_is_nearly_uniform():
@@ -111,7 +113,7 @@ def test_learns_the_one_good_block(seed):
 
 
 def test_learning_raises_the_probability_of_what_was_rewarded():
-    ppo = make(3, moves_per_update=2)
+    ppo = make(3)
     state = torch.zeros(9)
     before = ppo.actor(state).softmax(dim=-1)[1].item()
     value = ppo.critic(state).item()
@@ -144,16 +146,16 @@ def test_draws_from_its_own_generator():
 
 
 def test_restored_policy_goes_on_the_same():
-    def play(ppo, moves):
+    def play(ppo, count):
         actions = []
-        for _ in range(moves):
+        for _ in range(count):
             action, memory = act(ppo, torch.ones(36))
             ppo.learn(memory, float(action))
             actions.append(action)
         return actions
 
     first = make(seed=1)
-    play(first, 5)  # one move is waiting for an update
+    play(first, 5)  # one transition is waiting for an update
     second = make(seed=2)
     second.load_state_dict(from_json(to_json(first.state_dict())))
     second.generator.set_state(first.generator.get_state())

@@ -1,0 +1,209 @@
+"""Seven small tasks in the manner of VTAB-1k that need no hub: does it help, and against what?
+
+    python -m examples.research.offline                          # runs what is missing in the results file
+    python -m examples.research.offline --report --device cpu    # prints the tables of what is there
+    python -m examples.research.offline --tasks count --methods vpt-deep pro-vpt-default --seeds 0
+    python -m examples.research.offline --tasks count --methods vpt-deep pro-vpt-default --num_prompts 25
+
+The tasks are those of `tasks.py`, the backbone is the demo's DINOv2-S. Each run is one line of the
+results file, so a sweep that was stopped goes on where it was; several processes may share a file if each takes tasks
+of its own. All methods have the same recipe: AdamW, cosine decay, and a learning rate from the same grid. The first
+seed runs the whole grid, its validation accuracy chooses a rate for each method and task (and the share that (A) and
+(B) prune), and the other seeds run that one. Every line has its run's test accuracy, but nothing is chosen by it, and
+the tables show the chosen runs only: one for `--num_prompts`, and one of the accuracy over all numbers of prompts a
+block whose grid is complete, which is drawn as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+
+from . import tasks
+from .common import append_lines, fit, mean_and_error, read_lines, results_parser
+from .methods import (
+    METHODS,
+    PRUNE_SHARES,
+    Setting,
+    best_of_grid,
+    describe,
+    grid_of,
+    make_method_relocator,
+    make_model,
+    print_tables,
+    read_runs,
+    setting_of,
+)
+from .pictures import BLUE, VERMILLION, plt, save
+
+
+GROUPS = {
+    "natural": ("digits", "stamps"),
+    "specialized": ("textile",),
+    "structured": ("location", "orientation", "count", "distance"),
+}
+LEARNING_RATES = (1e-3, 3e-3)
+BATCH_SIZE = 32
+# What the first seed chooses.
+CHOSEN = ("learning_rate", "prune_share")
+# Methods that are drawn over the number of prompts.
+COLOURS = {"vpt-deep": VERMILLION, "pro-vpt-default": BLUE}
+
+
+def protocol(args: argparse.Namespace) -> dict[str, Any]:
+    """What all runs of a table have in common."""
+    names = ("epochs", "train_images", "validation_images", "image_size", "num_prompts")
+    backbone = {"model": str(args.model_name_or_path or "DINOv2-S"), "device": args.device}
+    return backbone | {name: getattr(args, name) for name in names}
+
+
+def run(method: str, task_name: str, seed: int, setting: Setting, args: argparse.Namespace) -> dict[str, Any]:
+    """Train and test once. Returns the line of the results; accuracies in percent."""
+    learning_rate, prune_share = setting
+    task = tasks.load(task_name, args.image_size, args.train_images, args.validation_images, seed)
+    data_hash = tasks.data_hash(task)
+    # Other versions of a package may draw or split otherwise.
+    sizes = ("train_images", "validation_images", "image_size")
+    same_data = {"task": task_name, "seed": seed} | {name: getattr(args, name) for name in sizes}
+    if {line["data_hash"] for line in read_lines(args.output, same_data)} - {data_hash}:
+        raise SystemExit(
+            f"{args.output} has runs on other images of {task_name}, seed {seed}, than those that are made here, "
+            f"{data_hash}. Name another file with --output."
+        )
+    model = make_model(
+        method, task.num_labels, args.num_prompts, args.epochs, prune_share, seed, args.model_name_or_path
+    ).to(args.device)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=learning_rate, weight_decay=0.0)
+    relocator = make_method_relocator(method, model, optimizer, task.train, prune_share, seed)
+    start = time.perf_counter()
+    loss = fit(model, optimizer, task.train, args.epochs, seed, relocator, BATCH_SIZE, cosine=True)
+    seconds = time.perf_counter() - start
+    return {
+        "suite": "offline",
+        "method": method,
+        "task": task_name,
+        "seed": seed,
+        "learning_rate": learning_rate,
+        "prune_share": prune_share,
+        **protocol(args),
+        "train_loss": loss,
+        "validation_accuracy": 100 * tasks.evaluate(model, task.validation)[1],
+        "test_accuracy": 100 * tasks.evaluate(model, task.test)[1],
+        "train_time": seconds,
+        "images_per_second": args.epochs * len(task.train) / seconds,
+        "data_hash": data_hash,
+        **describe(method, model, optimizer, task.train[:BATCH_SIZE], relocator),
+    }
+
+
+def finished(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The runs in the results file that followed the protocol."""
+    return read_runs(args.output, protocol(args))
+
+
+def best_setting(method: str, task: str, lines: list[dict[str, Any]], args: argparse.Namespace) -> Setting | None:
+    """The setting that the first seed's validation accuracies choose."""
+    first = {"method": method, "task": task, "seed": args.seeds[0]}
+    tried = [line for line in lines if first.items() <= line.items()]
+    return best_of_grid(grid_of(method, CHOSEN, args), CHOSEN, tried)
+
+
+def missing(seed: int, args: argparse.Namespace) -> list[tuple[str, str, int, Setting]]:
+    """The runs of a seed that are still to be made."""
+    lines = finished(args)
+    done = {(line["method"], line["task"], line["seed"], setting_of(line, CHOSEN)) for line in lines}
+    wanted = []
+    for task in args.tasks:
+        for method in args.methods:
+            best = best_setting(method, task, lines, args)
+            settings = grid_of(method, CHOSEN, args) if seed == args.seeds[0] else [] if best is None else [best]
+            wanted += [(method, task, seed, setting) for setting in settings]
+    return [key for key in wanted if key not in done]
+
+
+def chosen_runs(args: argparse.Namespace) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """The runs with the setting that was chosen, by method and task."""
+    lines = finished(args)
+    chosen: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for line in lines:
+        method, task = line["method"], line["task"]
+        if setting_of(line, CHOSEN) == best_setting(method, task, lines, args):
+            chosen.setdefault((method, task), []).append(line)
+    return chosen
+
+
+def compare_numbers(args: argparse.Namespace) -> None:
+    """Print and draw accuracies over the number of prompts, and their standard deviation over it, the spread."""
+    others = {name: value for name, value in protocol(args).items() if name != "num_prompts"}
+    counts = sorted({line["num_prompts"] for line in read_lines(args.output, others)})
+    accuracies = {
+        (task, n, method): {line["seed"]: line["test_accuracy"] for line in lines}
+        for n in counts
+        for (method, task), lines in chosen_runs(argparse.Namespace(**vars(args) | {"num_prompts": n})).items()
+    }
+    # The numbers that both methods have of a task.
+    drawn = {task: [n for n in counts if all((task, n, m) in accuracies for m in COLOURS)] for task in tasks.TASKS}
+    names = [task for task in tasks.TASKS if len(drawn[task]) >= 2]
+    if not names:
+        return
+    header = ["task", "method", *(f"{n} a block" for n in counts), "spread"]
+    print(f"\n| {' | '.join(header)} |\n|{' --- |' * len(header)}")
+    figure, axes = plt.subplots(1, len(names), figsize=(4.5 * len(names), 3.4), squeeze=False)
+    for axis, task in zip(axes[0], names, strict=True):
+        # Seeds have their own data, so a spread is over the seeds that all of its runs have.
+        seeds = sorted(set.intersection(*(set(accuracies[task, n, m]) for n in drawn[task] for m in COLOURS)))
+        for method, colour in COLOURS.items():
+            runs = {n: [accuracies[task, n, method][seed] for seed in seeds] for n in drawn[task]}
+            means = [statistics.mean(values) for values in runs.values()]
+            cells = [f"{mean_and_error(runs[n])} ({len(seeds)})" if n in runs else "" for n in counts]
+            print(f"| {task} | {method} | {' | '.join(cells)} | {statistics.stdev(means):.2f} |")
+            for n, values in runs.items():
+                axis.plot([n] * len(seeds), values, ".", color=colour, markersize=3)
+            axis.plot(drawn[task], means, marker="o", color=colour, label=method)
+        axis.set_xscale("log")
+        axis.set_xticks(drawn[task], [str(n) for n in drawn[task]])
+        axis.minorticks_off()
+        axis.set_xlabel("prompts a block")
+        axis.set_ylabel("test accuracy (%)")
+        axis.set_title(task, fontsize=10)
+    axes[0][0].legend(fontsize=8)
+    figure.tight_layout()
+    save(figure, args.pictures / "robustness.png")
+
+
+def main() -> None:
+    parser = results_parser(
+        __doc__, "offline", checkpoint=True, device=True,
+        epochs=15, train_images=800, validation_images=200, image_size=56, num_prompts=5, threads=2,
+    )  # fmt: skip
+    parser.add_argument(
+        "--methods", nargs="+", default=METHODS[:5], choices=METHODS, help=f"default: {' '.join(METHODS[:5])}"
+    )
+    parser.add_argument("--tasks", nargs="+", default=list(tasks.TASKS), choices=tasks.TASKS, help="default: all")
+    parser.add_argument(
+        "--seeds", nargs="+", type=int, default=[0, 1, 2], help="the first one searches (default: 0 1 2)"
+    )
+    parser.add_argument("--learning_rates", nargs="+", type=float, default=LEARNING_RATES, help="default: 1e-3 3e-3")
+    parser.add_argument("--prune_shares", nargs="+", type=float, default=PRUNE_SHARES, help="default: 0.1 to 0.9")
+    parser.add_argument("--pictures", type=Path, default=Path("docs/images"), help="folder of the picture")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    if not args.report:
+        for seed in args.seeds:
+            for method, task, _, setting in tqdm(missing(seed, args), desc=f"seed {seed}"):
+                append_lines(args.output, [run(method, task, seed, setting, args)])
+    if not finished(args):
+        raise SystemExit(f"{args.output} has no run with {protocol(args)}.")
+    print_tables(chosen_runs(args), GROUPS, METHODS)
+    compare_numbers(args)
+
+
+if __name__ == "__main__":
+    main()

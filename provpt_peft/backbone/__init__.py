@@ -1,0 +1,1 @@
+"""Where the blocks of a model family are, and how prompts enter them."""

@@ -1,0 +1,219 @@
+"""Prompts inside the attention: their keys and values are appended, their tokens never exist.
+
+VPT-Deep drops a block's prompt tokens after the block, so they act on the other tokens only through the keys and
+values that the block's attention makes of them. Appending those is the same function as prepending tokens, without the
+cost of carrying the tokens through queries, output projection and MLP.
+
+Legend: B images, W windows an image (1 unless the family is windowed), H heads, T tokens, n prompts of the block,
+D width, d head size.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import create_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..config import BackboneFamily
+from ..gates import Gates
+from ..prompts import PromptBank
+from .families import FAMILIES, resolve
+
+
+IMPLEMENTATION = "provpt"
+
+
+class PromptedBlock:
+    """One block of the backbone, by its number 1 … L, and the prompts it sees.
+
+    Making one hooks the prompts into the block's attention; `remove` undoes it. The attention module keeps its class
+    and its place: it only gets a copy of its config that names our attention function.
+    """
+
+    def __init__(self, block: nn.Module, family: BackboneFamily, bank: PromptBank, number: int) -> None:
+        self.block = block
+        self.family = family
+        self.bank = bank
+        self.number = number
+        self.keep_dropout = False  # the attention's own, in training
+        self.images: int | None = None  # B, where the attention sees windows
+        self.width = resolve(block, family.norm).weight.shape[-1]
+        self.attention = resolve(block, family.attention)
+        self.attention.provpt_block = self
+        if family.own_attention is not None:
+            self.attention.forward = self._attend_by_registry
+        else:
+            self.config = self.attention.config
+            self.attention.config = copy.copy(self.config)
+            # The public setter of `_attn_implementation` writes into sub-configs, which models share.
+            self.attention.config._attn_implementation_internal = IMPLEMENTATION
+        sees_images = sees_images_first(block, family)
+        self._hook = None if sees_images is None else sees_images.register_forward_pre_hook(self._count_images)
+        # A description may be wrong: an attention that does its own arithmetic would leave the prompts out.
+        self.reached = False
+        self._check = block.register_forward_hook(self._check_reached) if family not in FAMILIES else None
+
+    def remove(self) -> None:
+        """Take the prompts out of the block and make its attention what it was."""
+        self.attention.__dict__.pop("provpt_block", None)
+        if self.family.own_attention is not None:
+            self.attention.__dict__.pop("forward", None)
+        else:
+            self.attention.config = self.config
+        for hook in (self._hook, self._check):
+            if hook is not None:
+                hook.remove()
+
+    def _count_images(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self.images = args[0].shape[0]
+
+    def _check_reached(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not self.reached and not torch.compiler.is_compiling():
+            raise ValueError(
+                "The attention of a described `backbone` has to call transformers' attention registry with its "
+                f"`config`, but {self.family.attention!r} of {self.family.block}, a {type(self.attention).__name__}, "
+                "did its own arithmetic, which leaves the prompts out. Let it call `ALL_ATTENTION_FUNCTIONS`."
+            )
+
+    def _attend_by_registry(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """The `forward` of an attention module that does its own arithmetic, while there are prompts in it: context
+        (B * W, T, D), and the attention weights where asked for."""
+        if self.bank.enabled_adapter is None:
+            return type(self.attention).forward(self.attention, *args, **kwargs)
+        assert self.family.own_attention is not None
+        *inputs, scaling, output_attentions = self.family.own_attention(self.attention, *args, **kwargs)
+        dropout = self.attention.dropout.p if self.attention.dropout.training else 0.0
+        implementation = "eager" if output_attentions else "sdpa"
+        output, weights = prompted_attention(
+            self.attention, *inputs, scaling=scaling, dropout=dropout, implementation=implementation
+        )
+        return output.flatten(2), weights
+
+    def attend(self, *args: Any, implementation: str | None = None, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """Call the attention function that the model's own config names at this moment, or the one given.
+
+        `eager` is in no registry: it stands in the module that the attention's class comes from. Where it does not,
+        the attention does its own arithmetic, and ViT's is as good as any.
+        """
+        implementation = implementation or self.config._attn_implementation
+        eager = getattr(sys.modules[type(self.attention).__module__], "eager_attention_forward", None)
+        if eager is None:
+            from transformers.models.vit.modeling_vit import eager_attention_forward
+
+            eager = eager_attention_forward
+        function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
+        if "flash" not in implementation:
+            return function(self.attention, *args, **kwargs)
+        # The flash function looks up its own name on the module's config once more.
+        prompted_config, self.attention.config = self.attention.config, self.config
+        try:
+            return function(self.attention, *args, **kwargs)
+        finally:
+            self.attention.config = prompted_config
+
+    def keys_and_values(self, images: int, key: Tensor, rows: Tensor, gates: Gates | None) -> tuple[Tensor, Tensor]:
+        """Keys and values of the prompts whose indices are `rows` (n,), each (1 or B, H, n, d), in the dtype of the
+        tokens' keys (…, H, T, d). While scores are measured, the prompts pass through gates."""
+        bank, adapter = self.bank, self.bank.enabled_adapter
+        assert adapter is not None
+        kept, name = bank.kept(), (adapter, self.number, key.dtype, key.device)
+        if kept is not None and name in kept:
+            return kept[name]
+        prompts = bank.provpt_prompts[adapter][rows, : self.width].unsqueeze(0)  # (1, n, D)
+        rate = bank.dropout[adapter] if bank.training else 0.0
+        if rate > 0.0:
+            # As `F.dropout`, with the same random numbers, but what is stored for the backward pass is a boolean mask.
+            mask = torch.empty(images, *prompts.shape[1:], dtype=torch.bool, device=prompts.device)
+            prompts = torch.where(mask.bernoulli_(1 - rate), prompts / (1 - rate), 0.0)
+        if gates is not None:
+            prompts = gates.on_vectors(prompts, rows, images)
+        # Now, since `modules_to_save` may have replaced them.
+        norm, *projections = [resolve(self.block, getattr(self.family, part)) for part in ("norm", "key", "value")]
+        prompts = prompts.to(norm.weight.dtype)
+        normed = norm(prompts) if self.family.norm_first else prompts
+        heads = (*normed.shape[:2], key.shape[1], key.shape[3])
+        prompt_key, prompt_value = (part(normed).view(heads).transpose(1, 2).to(key.dtype) for part in projections)
+        if self.family.normalize_keys:
+            prompt_key = F.normalize(prompt_key, dim=-1)
+        if kept is not None:
+            kept[name] = prompt_key, prompt_value
+        return prompt_key, prompt_value
+
+
+def sees_images_first(block: nn.Module, family: BackboneFamily) -> nn.Module | None:
+    """The module whose input tells the number of images, which the attention of a windowed family cannot tell from
+    windows; None in other families. A norm runs again where a checkpointed block does."""
+    if not family.windowed:
+        return None
+    return resolve(block, family.norm) if family.norm_first else block
+
+
+def prompted_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """The attention function that transformers calls in a prompted block.
+
+    Args:
+        module: The attention module.
+        query, key, value: (B * W, H, T, d).
+        attention_mask: None, or a mask or relative position bias that broadcasts to (B * W, H, T, T).
+
+    Returns:
+        Output (B * W, T, H, d), and the attention weights (B * W, H, T, T + n) where the implementation gives them.
+    """
+    block: Any = module.provpt_block
+    if not torch.compiler.is_compiling():
+        block.reached = True
+    bank = block.bank
+    adapter = bank.enabled_adapter
+    if adapter is not None and not block.keep_dropout:
+        kwargs["dropout"] = 0.0
+    rows = None if adapter is None or adapter in bank.shallow else bank.rows(adapter, block.number)
+    if rows is None:
+        return block.attend(query, key, value, attention_mask, **kwargs)
+    gates = bank.gates if bank.gates is not None and bank.gates.adapter_name == adapter else None
+    images = key.shape[0] if block.images is None else block.images
+    keys_and_values = block.keys_and_values(images, key, rows, gates)
+    prompt_key, prompt_value = (_for_each_window(x, key.shape[0]) for x in keys_and_values)
+    if attention_mask is not None:
+        if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 4:
+            attention_mask = _dense_mask(attention_mask, query, key)
+            kwargs["implementation"] = "sdpa"
+        visible = True if attention_mask.dtype == torch.bool else 0.0
+        attention_mask = F.pad(attention_mask, (0, len(rows)), value=visible)
+    key = torch.cat([key, prompt_key], dim=2)  # (B * W, H, T + n, d)
+    value = torch.cat([value, prompt_value], dim=2)
+    output, weights = block.attend(query, key, value, attention_mask, **kwargs)
+    if gates is not None:
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return block.attend(query, key, value, attention_mask, **kwargs)[0]
+
+        output = gates.on_output(output, query, key, value, rows, images, kwargs.get("scaling"), attend)
+    return output, weights
+
+
+ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, prompted_attention)
+
+
+def _for_each_window(prompts: Tensor, batch: int) -> Tensor:
+    """(1 or B, H, n, d) to (B * W, H, n, d): every window of an image sees the image's prompts."""
+    expanded = prompts.unsqueeze(1).expand(-1, batch // len(prompts), -1, -1, -1)
+    return expanded.reshape(batch, *prompts.shape[1:])
+
+
+def _dense_mask(attention_mask: Any, query: Tensor, key: Tensor) -> Tensor:
+    """The masks of flex (a `BlockMask`) and flash (2-D, over keys) as a boolean one that broadcasts to (…, T, T).
+
+    Neither can be extended by the prompts as it is. transformers makes a `BlockMask` even where nothing is masked.
+    """
+    if isinstance(attention_mask, Tensor):
+        return attention_mask[:, None, None, :].bool()
+    batch, heads = attention_mask.shape[:2]  # 1 where a mask is the same for all heads
+    return create_mask(attention_mask.mask_mod, batch, heads, query.shape[2], key.shape[2], device=key.device)

@@ -1,0 +1,92 @@
+"""What a model has to be before prompts are put into it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import AuxiliaryTrainingWrapper
+from torch import nn
+from transformers.backbone_utils import BackboneMixin
+
+from ..config import BackboneFamily, ProVPTConfig
+from ..prompts import PromptBank
+from ..registration import PREFIX
+from .attention import sees_images_first
+from .families import resolve
+
+
+def modules_around(model: nn.Module, block: nn.Module) -> list[nn.Module]:
+    """The modules that a block is in, from the model itself to the block."""
+    return [module for module in model.modules() if any(part is block for part in module.modules())]
+
+
+def check_modules_to_save(
+    model: nn.Module, suffixes: Sequence[str] | None, found: Sequence[tuple[nn.Module, BackboneFamily]]
+) -> None:
+    """PEFT trains copies of the modules whose names end so, and of the prompts with what they are hooked into."""
+    hooked = {resolve(block, family.attention) for block, family in found}
+    hooked |= {sees_images_first(block, family) for block, family in found}
+    modules = dict(model.named_modules())
+    for suffix in suffixes or ():
+        matches = [name for name in modules if name.endswith(suffix)]
+        if not matches:
+            raise ValueError(
+                f"`modules_to_save` must name modules of the {type(model).__name__}, but it has none that ends with "
+                f"{suffix!r}. Its last module is {list(modules)[-1]!r}; look at print(model) for the head's name."
+            )
+        around = [name for name in matches if hooked.intersection(modules[name].modules())]
+        if around:
+            raise ValueError(
+                "`modules_to_save` must not name attentions, first norms of windowed blocks, or what these are in, "
+                f"since prompts are hooked into them, but {suffix!r} names {around[0]!r}. Name parts of an attention, "
+                "such as its key projection, or other modules."
+            )
+
+
+def check_shallow(model: nn.Module, block: nn.Module, family: BackboneFamily) -> None:
+    """A token more has to be the same to every block, and no inner block's output may be wanted as a feature map."""
+    feature_maps = [type(m).__name__ for m in modules_around(model, block) if isinstance(m, BackboneMixin)]
+    if not family.extra_tokens or feature_maps:
+        reason = f"feature maps of {feature_maps[0]}" if feature_maps else f"blocks of {family.name}"
+        raise ValueError(
+            "`shallow=True` needs blocks that take more tokens than the image has, without windows, masks or biases "
+            f"of the image's size, and without feature maps of inner blocks, got {reason}. Leave `shallow` out: deep "
+            "prompts fit every backbone."
+        )
+
+
+def check_unadapted(model: nn.Module) -> None:
+    """A second method's tensors would be saved with ours, and a second bank would hide the first."""
+    for name, module in model.named_modules():
+        if isinstance(module, (BaseTunerLayer, PromptBank)) or hasattr(module, "provpt_block"):
+            raise ValueError(
+                f"PROVPT needs a model without other adapters in it, but found {type(module).__name__} at {name!r}. "
+                "Call `unload()` or `merge_and_unload()` first; further PROVPT adapters are added with `add_adapter`."
+            )
+
+
+def check_new_adapter(model: nn.Module, adapter_name: str, configs: Mapping[str, ProVPTConfig]) -> None:
+    """PEFT tells the tensors of an adapter by its name, which therefore may be part of no other path. A model's blocks
+    are found once, for the first adapter."""
+    if adapter_name in PREFIX or "." in adapter_name or adapter_name in _names_in_paths(model):
+        raise ValueError(
+            f"An adapter's name must not be part of the prefix '{PREFIX}', contain a dot or be the name of a "
+            f"module, got {adapter_name!r}: PEFT could not tell its tensors from others. Choose another name."
+        )
+    backbone = configs[adapter_name].backbone
+    others = [config.backbone for config in configs.values() if config.backbone != backbone]
+    if others:
+        raise ValueError(
+            f"All adapters of a model have to describe the same `backbone`, got {backbone} beside {others[0]}. "
+            "Use the first adapter's description."
+        )
+
+
+def _names_in_paths(model: nn.Module) -> set[str]:
+    """The names that occur in the paths of a model's tensors, those of its adapters aside."""
+    names = {"base_model", "model", "bank", *PromptBank.adapter_layer_names, *PromptBank.other_param_names}
+    for name, module in model.named_children():
+        wrapped = isinstance(module, AuxiliaryTrainingWrapper)
+        names |= {name, "original_module", "modules_to_save"} if wrapped else {name, *_names_in_paths(module)}
+    return names

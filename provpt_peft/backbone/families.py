@@ -1,0 +1,128 @@
+"""Where blocks, attention, first norm and key / value projections are, per model family.
+
+A new family is one entry of `FAMILIES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from ..config import DESCRIBE_YOUR_OWN, BackboneFamily
+from .own_attention import data2vec_vision, maskformer_swin, swin_v2
+
+
+def _family(
+    name: str, block: str, attention: str = "attention", norm: str = "layernorm_before", old: bool = False, **rest: Any
+) -> BackboneFamily:
+    """An entry whose projections are in the attention module, if `old` under transformers' older names."""
+    key, value = ("key", "value") if old else ("k_proj", "v_proj")
+    return BackboneFamily(name, block, attention, norm, f"{attention}.{key}", f"{attention}.{value}", **rest)
+
+
+def _dual(name: str, prefix: str, **rest: Any) -> BackboneFamily:
+    """The vision tower of a model of images and text, whose text tower has blocks of the same class."""
+    text = tuple(f"{prefix}Text{suffix}" for suffix in ("Model", "ModelWithProjection", "Transformer"))
+    return _family(name, f"{prefix}EncoderLayer", "self_attn", "layer_norm1", not_in=text, **rest)
+
+
+_old = partial(_family, attention="attention.attention", old=True)
+_SWIN: dict[str, Any] = {"windowed": True, "extra_tokens": False}
+_OLD_SWIN: dict[str, Any] = {"attention": "attention.self", **_SWIN}
+
+FAMILIES: tuple[BackboneFamily, ...] = (
+    _family("ViT", "ViTLayer"),
+    _family("DeiT", "DeiTLayer"),
+    _family("MAE", "ViTMAELayer", not_in=("ViTMAEDecoder",)),
+    _family("MSN", "ViTMSNLayer"),
+    _family("I-JEPA", "IJepaLayer"),
+    _family("DINOv2", "Dinov2Layer", norm="norm1"),
+    _family("DINOv2 with registers", "Dinov2WithRegistersLayer", norm="norm1"),
+    # transformers 5.9 named the projections of DINOv2 differently.
+    _old("DINOv2", "Dinov2Layer", norm="norm1"),
+    _old("DINOv2 with registers", "Dinov2WithRegistersLayer", norm="norm1"),
+    # Rotary positions are applied before the registry is called: prompts have none.
+    _family("DINOv3", "DINOv3ViTLayer", norm="norm1"),
+    _dual("CLIP", "CLIP"),
+    _dual("SigLIP", "Siglip"),
+    _dual("SigLIP 2", "Siglip2", extra_tokens=False),
+    _family("BEiT", "BeitLayer", extra_tokens=False),
+    _old("Data2Vec-Vision", "Data2VecVisionLayer", extra_tokens=False, own_attention=data2vec_vision),
+    _old("DPT", "DPTViTLayer", extra_tokens=False),
+    _family("Swin", "SwinLayer", **_SWIN),
+    _old("Swin V2", "Swinv2Layer", norm_first=False, normalize_keys=True, own_attention=swin_v2, **_OLD_SWIN),
+    _old("MaskFormer's Swin", "MaskFormerSwinLayer", own_attention=maskformer_swin, **_OLD_SWIN),
+)
+
+_PARTS = ("attention", "norm", "key", "value")
+
+
+def resolve(module: Any, path: str) -> Any:
+    """The submodule at a dotted path, or None. `nn.Module.get_submodule` without the exception."""
+    for name in path.split("."):
+        module = getattr(module, name, None)
+    return module
+
+
+def find_blocks(model: nn.Module, description: dict | None = None) -> list[tuple[nn.Module, BackboneFamily]]:
+    """The transformer blocks of a model in forward order, wherever in it they are, and the family of each.
+
+    Args:
+        model: The model to search.
+        description: A family of the user's own, as the keyword arguments of `BackboneFamily` (`name` is optional).
+            Without it the known families are tried.
+
+    Raises:
+        ValueError: If there is no block to be found, or if a described block lacks one of its parts or has others.
+    """
+    families = FAMILIES if description is None else (BackboneFamily(**{"name": "described", **description}),)
+    found = list(_matches(model, families))
+    if found and description is not None:
+        _check_parts(*found[0])
+    if found:
+        return found
+    if description is None:
+        known = ", ".join(dict.fromkeys(family.name for family in families))
+        raise ValueError(
+            f"PROVPT needs transformer blocks that it knows, but found none in {type(model).__name__}. "
+            f"Known families: {known}. {DESCRIBE_YOUR_OWN}"
+        )
+    block = next((m for m in model.modules() if type(m).__name__ == description["block"]), None)
+    if block is None:
+        raise ValueError(
+            f"`backbone` has to name the class of the transformer blocks, but the {type(model).__name__} has no "
+            f"module of class {description['block']!r}. Look at print(model) for the class name."
+        )
+    missing = [f"{part}={description[part]!r}" for part in _PARTS if resolve(block, description[part]) is None]
+    raise ValueError(
+        f"The paths in `backbone` have to exist in every {description['block']}, but these do not: "
+        f"{', '.join(missing)}. The block has {[name for name, _ in block.named_modules() if name]}."
+    )
+
+
+def _check_parts(block: nn.Module, family: BackboneFamily) -> None:
+    """Check that the described parts of a block can do what prompts need."""
+    for part, path, needed in (("attention", family.attention, "config"), ("norm", family.norm, "weight")):
+        module = resolve(block, path)
+        if getattr(module, needed, None) is None:
+            raise ValueError(
+                f"The `{part}` in `backbone` has to be a module with a `{needed}`, but {path!r} of {family.block}, a "
+                f"{type(module).__name__}, has none. {DESCRIBE_YOUR_OWN}"
+            )
+
+
+def _matches(model: nn.Module, families: tuple[BackboneFamily, ...]) -> Iterator[tuple[nn.Module, BackboneFamily]]:
+    class_of: dict[str, str] = {}
+    for name, module in model.named_modules():
+        class_of[name] = class_name = type(module).__name__
+        for family in families:
+            if class_name != family.block or any(resolve(module, getattr(family, part)) is None for part in _PARTS):
+                continue
+            parts = name.split(".")
+            ancestors = {class_of[".".join(parts[:depth])] for depth in range(len(parts))}
+            if ancestors.isdisjoint(family.not_in):
+                yield module, family
+            break

@@ -1,0 +1,81 @@
+"""Measuring a model: its images, eval mode, what is random in training switched off or fixed for a while."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from peft.utils import AuxiliaryTrainingWrapper
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+
+# What draws random numbers in training; DINOv3 scales its rotary positions at random.
+_RANDOM_IN_TRAINING = ("Dropout", "DropPath", "RopePositionEmbedding")
+
+
+def switch_randomness(model: nn.Module, on: bool) -> None:
+    """Switch the random modules of a model off, or on where what they are in is training. Those in modules that are
+    trained themselves stay as they are."""
+    for child in model.children():
+        if any(name in type(child).__name__ for name in _RANDOM_IN_TRAINING):
+            child.training = model.training and on
+        elif not isinstance(child, AuxiliaryTrainingWrapper):
+            switch_randomness(child, on)
+
+
+def images_in(batch: Any) -> int:
+    """How many images a batch has: as many as its `pixel_values`, or as its first tensor that has a length."""
+    batch = dict(batch) if isinstance(batch, Mapping) else batch
+    if isinstance(batch, dict) and isinstance(batch.get("pixel_values"), (list, torch.Tensor)):
+        return len(batch["pixel_values"])
+    return next((len(t) for t in tree_leaves(batch) if isinstance(t, torch.Tensor) and t.dim()), 1)
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model into eval mode, and afterwards those of its modules that were training back into training mode.
+
+    Blocks whose activations are checkpointed in training stay so: transformers looks at the block's own flag, which
+    nothing else does. Their checkpoints are of the kind that works with `torch.autograd.grad`.
+    """
+    was_training: list[Any] = [module for module in model.modules() if module.training]
+    checkpointed = [module for module in was_training if getattr(module, "gradient_checkpointing", False)]
+    functions = {module: module._gradient_checkpointing_func for module in checkpointed}
+    model.eval()
+    for module, function in functions.items():
+        module.training = True
+        if getattr(function, "keywords", {}).get("use_reentrant"):
+            module._gradient_checkpointing_func = partial(function, use_reentrant=False)
+    try:
+        yield
+    finally:
+        for module, function in functions.items():
+            module._gradient_checkpointing_func = function
+        for module in was_training:
+            module.training = True
+
+
+@contextmanager
+def fixed_randomness(device: torch.device) -> Iterator[None]:
+    """Seed the generators of Python, NumPy and PyTorch, and afterwards put them back to where they were."""
+    python, numpy = random.getstate(), np.random.get_state()
+    # `fork_rng` keeps the CPU's generator and those of devices that can have several, which MPS cannot.
+    mps = torch.mps.get_rng_state() if device.type == "mps" else None
+    devices = [] if device.type in ("cpu", "mps", "meta") else [device]
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+            if mps is not None:
+                torch.mps.set_rng_state(mps)

@@ -1,0 +1,164 @@
+"""The gradient that is a score: a gate on each prompt, for each image (paper, Eqs. 4 to 6).
+
+A gate m multiplies what a prompt does to one image. m = 1 is the model, m = 0 the model without the prompt, so dL/dm
+at 1 estimates, to first order, the loss with the prompt minus the loss without it: above 0 means idle.
+
+Gates on the prompts' share in their block's output: with attention weights a, values v, output o and its gradient g,
+taking a prompt's key out lets the other weights grow, and the output becomes o - a / (1 - a) (v - o). So the score of
+an image is the sum over queries and heads of a / (1 - a) g·(v - o), the derivative along the change itself. Gates on
+the prompts' vectors give Eq. 6 as printed, g·p, which LayerNorm makes close to noise.
+
+Legend: B images, W windows an image (1 unless the family is windowed), H heads, T tokens, n prompts of a block, N
+prompts of the adapter, D width, d head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+
+
+# Removing a key of weight a moves the output by a / (1 - a) times its distance to the key's value. The factor has no
+# bound, though the change has: weights above this count as this.
+MOST_WEIGHT = 0.7
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Gates:
+    """The gates of an adapter's prompts during one forward pass.
+
+    The blocks pass what their prompts do through an identity, whose backward pass gives a number for each image and
+    prompt as the gradient of `values`. Gradient clipping and the parameters' gradients have no part in it.
+
+    Args:
+        on: What a gate multiplies: the prompt's share in its block's `"output"`, or its `"vector"`.
+        adapter_name: The adapter whose prompts have gates, while it is the enabled one.
+        num_prompts: N.
+    """
+
+    def __init__(self, on: Literal["output", "vector"], adapter_name: str, num_prompts: int) -> None:
+        self.on = on
+        self.adapter_name = adapter_name
+        self.num_prompts = num_prompts
+        # (B, N), once a block has seen the images.
+        self.values: torch.Tensor | None = None
+
+    def on_vectors(self, prompts: torch.Tensor, rows: torch.Tensor, images: int) -> torch.Tensor:
+        """Pass a block's prompts (B or 1, n, D), whose indices are `rows`, on their way to the norm."""
+        if self.on != "vector":
+            return prompts
+        return _OnVectors.apply(prompts.expand(images, -1, -1), self._columns(rows, images))
+
+    def on_output(
+        self,
+        output: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rows: torch.Tensor,
+        images: int,
+        scaling: float | None,
+        attend: Attend,
+    ) -> torch.Tensor:
+        """Pass the output of a block's attention.
+
+        Args:
+            output, query: (B * W, T, H, d) and (B * W, H, T, d).
+            key, value: Those of tokens and prompts, the prompts' last, (B * W, H, T + n, d).
+            rows, images: Indices of the block's prompts, (n,), and B.
+            scaling: Factor of the products of queries and keys, by default 1 / sqrt(d).
+            attend: The same attention with other values: query, key and values to an output like `output`.
+        """
+        if self.on != "output":
+            return output
+        return _OnOutput.apply(output, query, key, value, self._columns(rows, images), scaling, attend)
+
+    def gradients(self, loss: torch.Tensor) -> torch.Tensor:
+        """s: the score of each prompt on each image, to first order, (B, N) in loss units.
+
+        The loss is a mean over B images, so B times its gradient is the derivative of an image's own loss. A prompt
+        that the loss does not reach scores 0, as Eq. 4 says.
+
+        Raises:
+            ValueError: If no block with prompts has seen the images.
+        """
+        if self.values is None or not loss.requires_grad:
+            raise ValueError(
+                "Scores need a loss that depends on the prompts, but it reached none of them. Let `compute_loss` call "
+                "the model that has the adapter, with gradients, while the adapter is enabled."
+            )
+        (gradient,) = torch.autograd.grad(loss, [self.values], allow_unused=True)
+        return torch.zeros_like(self.values) if gradient is None else gradient * len(self.values)
+
+    def _columns(self, rows: torch.Tensor, images: int) -> torch.Tensor:
+        """The gates of some prompts, (B, n), on the device of their indices."""
+        if self.values is None:
+            self.values = torch.zeros(images, self.num_prompts, device=rows.device, requires_grad=True)
+        if len(self.values) != images:
+            raise ValueError(
+                f"Scores need the same images in all passes of one loss, got {len(self.values)} and then {images}. "
+                "Let `compute_loss` call the model on whole batches."
+            )
+        return self.values[:, rows.to(self.values.device)].to(rows.device)
+
+
+class _OnVectors(torch.autograd.Function):
+    """Identity on the prompts of each image (B, n, D)."""
+
+    @staticmethod
+    def forward(ctx, prompts, gates):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(prompts)
+        return prompts.view_as(prompts)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        (prompts,) = ctx.saved_tensors
+        return grad, (grad * prompts).sum(dim=-1).float()
+
+
+class _OnOutput(torch.autograd.Function):
+    """Identity on the attention's output (B * W, T, H, d).
+
+    What it saves, the attention saves for its own backward pass as well. The prompts' attention weights, which no fast
+    kernel gives, are computed in the backward pass, one block at a time: scoring takes no more memory than training.
+    """
+
+    @staticmethod
+    def forward(ctx, output, query, key, value, gates, scaling, attend):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(output, query, key, value)
+        ctx.images, ctx.count = gates.shape
+        ctx.scaling, ctx.attend = scaling, attend
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        output, query, key, value = ctx.saved_tensors
+        weights = _prompt_weights(query, key, ctx.count, ctx.scaling, ctx.attend)
+        weights = weights / (1 - weights.clamp(max=MOST_WEIGHT))
+        # Products of float16 overflow before the gradients do.
+        wide = grad.float() if grad.dtype == torch.float16 else grad
+        heads = wide.transpose(1, 2)  # (B * W, H, T, d)
+        along_output = (heads * output.transpose(1, 2)).sum(dim=-1, keepdim=True)  # g·o, (B * W, H, T, 1)
+        along_value = heads @ value[:, :, -ctx.count :].transpose(2, 3).to(wide.dtype)  # g·v, (B * W, H, T, n)
+        scores = (weights * (along_value - along_output)).sum(dim=(1, 2))  # (B * W, n)
+        scores = scores.view(ctx.images, -1, ctx.count).sum(dim=1)
+        return grad, None, None, None, scores.float(), None, None
+
+
+def _prompt_weights(
+    query: torch.Tensor, key: torch.Tensor, count: int, scaling: float | None, attend: Attend
+) -> torch.Tensor:
+    """Attention weights on the last `count` keys, those of the prompts: (B * W, H, T, n).
+
+    The same attention, with values that are 1 for prompts and 0 for tokens, gives a query's total weight on prompts.
+    Its split over the prompts is a softmax over them alone, since prompts have no mask.
+    """
+    indicator = torch.zeros_like(key)
+    indicator[:, :, -count:] = 1.0
+    total = attend(query, key, indicator)[..., :1].transpose(1, 2)  # (B * W, H, T, 1)
+    factor = query.shape[-1] ** -0.5 if scaling is None else scaling
+    split = (query @ key[:, :, -count:].transpose(2, 3) * factor).float().softmax(dim=-1)
+    return total * split

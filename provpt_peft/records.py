@@ -1,0 +1,153 @@
+"""What a run remembers: the distribution of its prompts, its relocations, its metrics.
+
+An adapter's config keeps a record of its training (`ProVPTConfig.training`). It may come from anywhere, so it is
+checked before anything is made of it.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+# More epochs than these are no training but an attack on the memory of whoever draws them.
+_MOST_EPOCHS = 100_000
+
+
+@dataclass
+class Relocation:
+    """The record of one relocation, plain Python values.
+
+    Args:
+        epoch: Epochs (or periods of `relocate_every` steps) of training before the move.
+        prompt: k*, index of the prompt that moved. None if nothing could be decided, see `note`.
+        from_block: Block it was pruned from, 1 … L, or 0 if it came from the reserve.
+        block: a*, block it was given to, 1 … L, or 0 if it was pruned for good.
+        idleness: Its score when it was pruned, in loss units. None for a prompt from the reserve.
+        idleness_stderr: Standard error of that score over images (exact: over batches). None for fewer than two.
+        block_idleness: Mean score of each block's prompts at that time, L numbers; None where there are none.
+        loss_before: Mean loss on the score batches before the move.
+        loss_after: The same after the epoch that follows; None until it is known.
+        reward: What the policy learned from the move, in loss units; None until it is known.
+        policy: Diagnostics of the policy's update that this reward set off, if it did.
+        note: Why nothing was decided or learned, if so.
+    """
+
+    epoch: int
+    prompt: int | None = None
+    from_block: int | None = None
+    block: int | None = None
+    idleness: float | None = None
+    idleness_stderr: float | None = None
+    block_idleness: list[float | None] = field(default_factory=list)
+    loss_before: float | None = None
+    loss_after: float | None = None
+    reward: float | None = None
+    policy: dict[str, float] = field(default_factory=dict)
+    note: str | None = None
+
+
+@dataclass
+class Run:
+    """A run, over or as far as it is."""
+
+    distribution: list[int]  # prompts in each of the L blocks at the end
+    history: list[Relocation] = field(default_factory=list)  # the records of all relocations, oldest first
+    epochs: int = 0  # E, the epochs (or periods) that have begun
+    settings: dict[str, Any] = field(default_factory=dict)  # those of relocation, as `RelocationConfig` has them
+    metrics: dict[str, float] = field(default_factory=dict)  # those of the last evaluation
+
+    @property
+    def periods(self) -> str:
+        """What `epochs` counts: epochs, or periods of so many steps."""
+        every = self.settings.get("relocate_every")
+        return f"periods of {every} steps" if isinstance(every, int) else "epochs"
+
+    @property
+    def choices(self) -> list[Relocation]:
+        """The records of those relocations in which a prompt was given to a block, its own or another."""
+        return [record for record in self.history if record.prompt is not None]
+
+    @property
+    def num_moves(self) -> int:
+        """How often a prompt went to another block."""
+        return sum(record.block != record.from_block for record in self.choices)
+
+    def with_history(self) -> Run:
+        """The run itself, or a `ValueError` if nothing is known of its relocations."""
+        if not self.history:
+            raise ValueError(
+                "The source must have a history of relocations, but it has none: either nothing moved, or it is an "
+                "adapter that was not trained with relocation. Give the callback, or a checkpoint of the Trainer."
+            )
+        return self
+
+    def over_time(self) -> list[list[int]]:
+        """The distribution in each epoch: E lists of L numbers. The moves are undone from the last one on."""
+        table, current, choices = [], list(self.distribution), list(self.choices)
+        epochs = max(self.epochs, *(record.epoch + 1 for record in choices), 1)
+        for epoch in range(epochs - 1, -1, -1):
+            table.append([max(0, count) for count in current])
+            # A record's move comes before its epoch, of which `epoch` others came first.
+            while choices and choices[-1].epoch == epoch:
+                record = choices.pop()
+                for block, change in ((record.block, -1), (record.from_block, 1)):
+                    if block:
+                        current[block - 1] += change
+        return table[::-1]
+
+
+def run_of(training: dict[str, Any] | None, distribution: Sequence[int]) -> Run:
+    """What `ProVPTConfig.training` says, with the prompts in each of the adapter's L blocks.
+
+    Raises:
+        ValueError: If the record of the training is not what a relocator writes.
+    """
+    history, epochs, settings, metrics = (
+        _of_type(f"training[{name!r}]", (training or {}).get(name, kind()), kind)
+        for name, kind in (("history", list), ("epochs", int), ("relocation", dict), ("metrics", dict))
+    )
+    if not 0 <= epochs <= _MOST_EPOCHS:
+        raise ValueError(f"`training['epochs']` must be in 0 … {_MOST_EPOCHS}, got {epochs}. Leave it out.")
+    records = [_record(record, len(distribution)) for record in history]
+    numbers = {str(name): value for name, value in metrics.items() if _is_number(value)}
+    return Run(list(distribution), records, epochs, settings, numbers)
+
+
+def printable(text: str, forbidden: str = "") -> str:
+    """Text that came with an adapter, without what a terminal would act on, and without some other characters."""
+    return "".join(c if c.isprintable() and c not in forbidden else "?" for c in text)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value is a number that a float can hold, which JSON's numbers need not be."""
+    return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
+
+
+def _of_type(name: str, value: Any, kind: type) -> Any:
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise ValueError(f"`{name}` must be of type {kind.__name__}, got {value!r:.80}. Leave `training` out.")
+    return value
+
+
+def _record(record: Any, num_blocks: int) -> Relocation:
+    """A record of a relocation; fields of newer versions are left out."""
+    record = _of_type("training['history']", record, dict)
+    values = {field.name: record[field.name] for field in fields(Relocation) if field.name in record}
+    largest = {"epoch": _MOST_EPOCHS, "prompt": math.inf, "from_block": num_blocks, "block": num_blocks}
+    for name, last in largest.items():
+        value = values.get(name)
+        if (value is not None or name == "epoch") and not (isinstance(value, int) and 0 <= value <= last):
+            rule = "a whole number from 0 on" + (f" to {last}" if last < math.inf else "")
+            raise ValueError(f"`{name}` of a relocation must be {rule}, got {value!r:.80}. Leave `training` out.")
+    for name in ("idleness", "idleness_stderr", "loss_before", "loss_after", "reward"):
+        if values.get(name) is not None and not _is_number(values[name]):
+            raise ValueError(f"`{name}` of a relocation must be a number, got {values[name]!r:.80}.")
+    means = values.get("block_idleness", [])
+    numbers = isinstance(means, list) and all(mean is None or _is_number(mean) for mean in means)
+    if not numbers or len(means) not in (0, num_blocks):
+        raise ValueError(f"`block_idleness` must have a number for each of {num_blocks} blocks, got {means!r:.80}.")
+    return Relocation(**values)

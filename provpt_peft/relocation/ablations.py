@@ -1,0 +1,86 @@
+"""Other ways to adjust a distribution, for ablations: the rows of the paper's Tab. 3 and the adding of its appendix.
+
+Each takes the `Relocator` and its scores, and yields the prompts to move with the policy's action. What is yielded has
+been carried out when the next one is asked for. `Relocator.most_idle` is that of Algo. 1.
+
+Legend: L blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from .config import PPOConfig
+from .idleness import Idleness
+from .policies import Action, PolicyState, PPOAllocation
+from .ppo import PPO
+
+
+Moves = Iterator[tuple[int, Action]]
+
+# Added to the logits of what cannot be chosen. Finite, since the entropy multiplies it by a probability of 0.
+_IMPOSSIBLE = -1e9
+
+
+def any_prompt(relocator: Any, idleness: Idleness) -> Moves:
+    """Prune prompts at random, the paper's Prn1: strategies (D) and (E)."""
+    ranking = idleness.ranking()
+    order = torch.randperm(len(ranking), generator=relocator.generator).tolist()
+    for index in order[: relocator.config.prompts_per_relocation]:
+        yield ranking[index], relocator.choose_for(ranking[index])
+
+
+def prune_for_good(relocator: Any, idleness: Idleness) -> Moves:
+    """Take the most idle `prune_share` of the prompts out, once: strategies (A) and (B)."""
+    if any(relocation.block == 0 for relocation in relocator.history):
+        return
+    ranking = idleness.ranking()
+    for prompt in ranking[: min(round(relocator.config.prune_share * len(ranking)), len(ranking) - 1)]:
+        yield prompt, Action(0)
+
+
+def add_from_reserve(relocator: Any, idleness: Idleness) -> Moves:
+    """Give prompts that are in no block to blocks, the adding-based variant of the paper's appendix."""
+    reserve = (relocator.blocks() == 0).nonzero()[:, 0].tolist()
+    for prompt in reserve[: relocator.config.prompts_per_relocation]:
+        yield prompt, relocator.choose_for(prompt)
+
+
+def pairs_of_blocks(relocator: Any, idleness: Idleness) -> Moves:
+    """Let the policy choose the block to take a prompt from as well, and take any prompt of it: strategy (C)."""
+    moved: set[int] = set()
+    for _ in range(relocator.config.prompts_per_relocation):
+        action = relocator.choose_for(None)
+        residents = (relocator.blocks() == action.memory["source"]).nonzero()[:, 0].tolist()
+        residents = [prompt for prompt in residents if prompt not in moved]
+        if residents:
+            drawn = residents[int(torch.randint(len(residents), (1,), generator=relocator.generator))]
+            moved.add(drawn)
+            yield drawn, action
+
+
+ADJUSTMENTS: dict[str, Callable[[Any, Idleness], Moves]] = {
+    "random": any_prompt,
+    "prune": prune_for_good,
+    "add": add_from_reserve,
+    "naive_rl": pairs_of_blocks,
+}
+
+
+class NaiveRL(PPOAllocation):
+    """PPO over all L² pairs of source and target block, without a pruning step."""
+
+    def __init__(self, num_blocks: int, generator: torch.Generator) -> None:
+        # The discount is the paper's.
+        super().__init__(num_blocks, generator, PPOConfig(gamma=1.0, worth_coef=0.0))
+        self.ppo = PPO(2 * num_blocks, num_blocks**2, 1.0, generator)
+
+    def choose(self, state: PolicyState) -> Action:
+        empty = state.counts() == 0
+        offset = torch.where(empty, _IMPOSSIBLE, 0.0).repeat_interleave(self.num_blocks)
+        pair, memory = self.ppo.act(state.features(), offset.float())
+        source, block = divmod(pair, self.num_blocks)
+        return Action(block + 1, memory=memory | {"source": source + 1})

@@ -1,0 +1,49 @@
+"""What a model and its optimizer have to be before prompts are relocated."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ..model import ProVPTModel
+from .config import RelocationConfig
+from .parallel import refuse_wrapper
+
+
+def tuner_of(model: nn.Module) -> ProVPTModel:
+    """The tuner in a model whose prompts can move."""
+    tuner = next((module for module in model.modules() if isinstance(module, ProVPTModel)), None)
+    if tuner is None:
+        raise ValueError(
+            f"Relocation needs a model with a PROVPT adapter, got {type(model).__name__}. "
+            "Wrap it first: get_peft_model(model, ProVPTConfig(...))."
+        )
+    if tuner.bank.shallow.intersection(tuner.active_adapters):
+        raise ValueError(
+            "Relocation needs prompts that can move, but those of VPT-Shallow stay at the first block. Make the "
+            "adapter with `shallow=False`."
+        )
+    for module in model.modules():
+        refuse_wrapper(type(module).__name__)
+    return tuner
+
+
+def check_trained(tuner: ProVPTModel, adapter_name: str, optimizer: torch.optim.Optimizer | None) -> None:
+    prompts = tuner.prompts(adapter_name)
+    stepped = optimizer is None or any(p is prompts for group in optimizer.param_groups for p in group["params"])
+    if not (prompts.requires_grad and stepped):
+        where = "are not in the optimizer" if prompts.requires_grad else "are frozen"
+        raise ValueError(
+            f"Relocation needs prompts that are trained, but those of the adapter {adapter_name!r} {where}. "
+            "Load an adapter with `is_trainable=True`, and make the optimizer after it, of all parameters with "
+            "`requires_grad`."
+        )
+
+
+def check_reserve(tuner: ProVPTModel, adapter_name: str, config: RelocationConfig) -> None:
+    distributed = (tuner.prompt_blocks(adapter_name) != 0).all()
+    if config.adjust == "add" and distributed and not tuner.peft_config[adapter_name].reserve:
+        raise ValueError(
+            '`adjust="add"` gives the prompts of a reserve to blocks, but the adapter has none. Make it with '
+            "`ProVPTConfig(num_prompts=…, reserve=…)`."
+        )

@@ -1,0 +1,141 @@
+"""The passes over the score batches that scores are made of, and the scores.
+
+A score is a function of a [`Measurement`] that returns an [`Idleness`]. Add one here, with its name in `SCORES` and in
+`IDLENESS` of the config, or hand it to `RelocationConfig(idleness=…)`.
+
+Legend: N prompts, B images of all score batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, TypeVar
+
+import torch
+from accelerate.utils import extract_model_from_parallel, send_to_device
+from torch import nn
+
+from ..evaluation import fixed_randomness, images_in, in_eval_mode
+from ..gates import Gates
+from ..model import ProVPTModel
+from .idleness import Idleness, to_second_order
+from .parallel import broadcast
+
+
+T = TypeVar("T")
+ComputeLoss = Callable[[nn.Module, Any], torch.Tensor]
+
+
+class Measurement:
+    """Measures the model as it stands on the score batches, in eval mode; the same numbers in all processes.
+
+    Parameters and their gradients are not touched, and random numbers of training are what they were. A loss that is
+    random, such as Mask2Former's on sampled points, is the same each time.
+
+    Attributes:
+        model, tuner, adapter_name: The model without a wrapper, the tuner in it, and the adapter that is measured.
+        batches: The score batches.
+        compute_loss: The mean loss of the model on a batch.
+        loss: The mean loss, once a pass has been made.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tuner: ProVPTModel,
+        adapter_name: str,
+        batches: Iterable[Any],
+        compute_loss: ComputeLoss,
+    ) -> None:
+        # Without a wrapper, which would wait for a backward pass, and not compiled for eval mode.
+        self.model = extract_model_from_parallel(model, keep_torch_compile=False)
+        self.tuner = tuner
+        self.adapter_name = adapter_name
+        self.batches = batches
+        self.compute_loss = compute_loss
+        self.device = tuner.prompts(adapter_name).device
+        self.loss: float | None = None
+
+    def blocks(self) -> torch.Tensor:
+        """d_k: the block of each prompt, int64 (N,) on the CPU."""
+        return self.tuner.prompt_blocks(self.adapter_name).cpu()
+
+    def gate_gradients(self, on: Literal["output", "vector"] = "output") -> torch.Tensor:
+        """s: the derivative of each image's loss by each prompt's gate, float64 (B, N). One pass forward and backward.
+
+        NaN for prompts that are in no block. See `gates.py`.
+        """
+        bank, num_prompts = self.tuner.bank, len(self.blocks())
+
+        def of_batch(batch: Any) -> tuple[torch.Tensor, float]:
+            bank.gates = gates = Gates(on, self.adapter_name, num_prompts)
+            try:
+                with torch.enable_grad():
+                    loss = self._loss(batch)
+                    return gates.gradients(loss).to("cpu", torch.float64), loss.item()
+            finally:
+                bank.gates = None
+
+        gradients, losses = zip(*self._over_batches(of_batch), strict=True)
+        self._take_loss(losses, [len(gradient) for gradient in gradients])
+        found = broadcast(torch.cat(gradients), self.device)
+        found[:, self.blocks() == 0] = torch.nan
+        return found
+
+    @torch.no_grad()
+    def losses(self) -> torch.Tensor:
+        """The loss on each score batch, float64 (batches,). One forward pass."""
+
+        def of_batch(batch: Any) -> tuple[float, int]:
+            return self._loss(batch).item(), images_in(batch)
+
+        losses, sizes = zip(*self._over_batches(of_batch), strict=True)
+        self._take_loss(losses, sizes)
+        return broadcast(torch.tensor(losses, dtype=torch.float64), self.device)
+
+    def _over_batches(self, function: Callable[[Any], T]) -> list[T]:
+        """What a function makes of each batch, in eval mode. Augmented images are the same each time."""
+        with in_eval_mode(self.model), fixed_randomness(self.device):
+            found = [function(send_to_device(batch, self.device)) for batch in self.batches]
+        if not found:
+            raise ValueError("Scores are measured on the score batches, but there are none. Give at least one batch.")
+        return found
+
+    def _loss(self, batch: Any) -> torch.Tensor:
+        with fixed_randomness(self.device):
+            return self.compute_loss(self.model, batch)
+
+    def _take_loss(self, losses: Sequence[float], sizes: Sequence[int]) -> None:
+        """The mean over images."""
+        total = sum(loss * size for loss, size in zip(losses, sizes, strict=True))
+        self.loss = broadcast(torch.tensor(total / sum(sizes), dtype=torch.float64), self.device).item()
+
+
+Score = Callable[[Measurement], Idleness]
+
+
+def fisher(measurement: Measurement) -> Idleness:
+    """To second order in the prompt's share in its block's output."""
+    return Idleness.mean_of(to_second_order(measurement.gate_gradients()))
+
+
+def taylor(measurement: Measurement) -> Idleness:
+    """Eq. 6 of the paper as printed: the product of a prompt's vector and its gradient."""
+    return Idleness.mean_of(measurement.gate_gradients("vector"))
+
+
+def exact(measurement: Measurement) -> Idleness:
+    """Eq. 4 itself: the loss minus the loss without each prompt. N + 1 forward passes; errors are over batches."""
+    tuner, name, blocks = measurement.tuner, measurement.adapter_name, measurement.blocks()
+    scores = torch.full((len(measurement.losses()), len(blocks)), torch.nan, dtype=torch.float64)
+    for prompt in (blocks != 0).nonzero()[:, 0].tolist():
+        tuner.move_prompt(prompt, 0, name)
+        try:
+            scores[:, prompt] = -measurement.losses()
+        finally:
+            tuner.move_prompt(prompt, int(blocks[prompt]), name)
+    # Last, so that `measurement.loss` is that of the model as it stands.
+    return Idleness.mean_of(measurement.losses()[:, None] + scores)
+
+
+SCORES: dict[str, Score] = {"fisher": fisher, "taylor": taylor, "exact": exact}

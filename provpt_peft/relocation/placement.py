@@ -1,0 +1,61 @@
+"""What a moved prompt starts from at its new block: vector and optimizer moments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from ..model import ProVPTModel
+from .parallel import full_tensor, reshard, write_row
+
+
+# Optimizer states that are running averages of gradients, and those of their squares or sizes. Others (iterates, step
+# sizes, quantised codes) mean something else by 0 or by a mean.
+_FIRST_MOMENTS = frozenset(("exp_avg", "momentum_buffer", "grad_avg"))
+_SECOND_MOMENTS = frozenset(("exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "sum"))
+
+
+@torch.no_grad()
+def place(
+    tuner: ProVPTModel,
+    adapter_name: str,
+    prompt: int,
+    block: int,
+    optimizer: torch.optim.Optimizer | None = None,
+    newcomers: Iterable[int] = (),
+) -> None:
+    """Move a prompt, and let it start from the mean of the prompts that are in its new block.
+
+    The mean changes the loss less than the median prompt's removal does, and learns at its neighbours' rate. The
+    reference code scales the vector by 1e-3 instead, which LayerNorm undoes. Where fewer than two prompts are, or
+    another has just come, the prompt keeps its vector, since copies would stay alike. The optimizer's moments for the
+    row belong to the old place: first moments become 0, second ones the mean of those in the block, or of all prompts
+    in blocks where there are none. Were they 0 as well, Adam would step up to 6.5 times too far, since its bias
+    correction counts the steps of all rows alike.
+
+    Args:
+        tuner, adapter_name: The tuner, and the adapter.
+        prompt, block: k* and a*, another block than the prompt's.
+        optimizer: The prompts' optimizer, if there is one.
+        newcomers: Prompts that have moved since the last training step.
+    """
+    reshard(tuner)
+    prompts = tuner.prompts(adapter_name)
+    blocks = tuner.prompt_blocks(adapter_name).cpu()
+    residents = (blocks == block).nonzero()[:, 0]
+    peers = residents if len(residents) else (blocks != 0).nonzero()[:, 0]
+    tuner.move_prompt(prompt, block, adapter_name)
+    if len(residents) >= 2 and not set(newcomers).intersection(residents.tolist()):
+        write_row(prompts, prompt, _mean(prompts, residents))
+    for name, moment in (optimizer.state.get(prompts, {}) if optimizer is not None else {}).items():
+        if name in _FIRST_MOMENTS and moment.shape == prompts.shape:
+            write_row(moment, prompt, torch.zeros_like(full_tensor(moment)[prompt]))
+        elif name in _SECOND_MOMENTS and moment.shape == prompts.shape and len(peers):
+            write_row(moment, prompt, _mean(moment, peers))
+
+
+def _mean(tensor: nn.Parameter | torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    whole = full_tensor(tensor)
+    return whole[rows.to(whole.device)].mean(dim=0)

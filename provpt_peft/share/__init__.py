@@ -1,0 +1,1 @@
+"""An adapter outside of training: its files, the Hub, its model card, pictures of it."""

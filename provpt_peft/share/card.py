@@ -1,0 +1,197 @@
+"""The model card of an adapter: how to load it, and where its prompts ended up."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard
+
+from ..config import ProVPTConfig
+from ..records import Run, printable, run_of
+from ..relocation import RelocationConfig
+from .files import distribution_of, saved_blocks
+from .hub import is_hub_id
+
+
+logger = logging.getLogger(__name__)
+
+# What stands between these lines is written anew at each save; the rest of the card is the user's.
+_START = "<!-- provpt_peft: start, written anew at each save -->"
+_END = "<!-- provpt_peft: end -->"
+
+_PICTURE = "distribution.png"
+_ADAPTER_TAG = "base_model:adapter:"
+
+_CLASSIFIER_SNIPPET = """\
+import provpt_peft
+from PIL import Image
+
+model, image_processor, labels = provpt_peft.load_image_classifier({arguments})  # this folder, or its Hub id
+image = Image.new("RGB", (224, 224))  # or Image.open("photo.jpg")
+logits = model(**image_processor(image, return_tensors="pt")).logits
+{result}"""
+_RESULTS = {
+    "single_label_classification": "print(labels[logits.argmax(-1).item()])",
+    "multi_label_classification": "print([labels[index] for index in (logits[0] > 0).nonzero()[:, 0].tolist()])",
+    "regression": "print(logits[0].tolist())",
+}
+
+_TRANSFORMERS_SNIPPET = """\
+import provpt_peft
+from peft import PeftConfig, PeftModel
+from transformers import {base_class}
+
+config = PeftConfig.from_pretrained(".")  # this folder, or its Hub id
+base_model = {base_class}.from_pretrained({base_model})
+model = PeftModel.from_pretrained(base_model, ".")"""
+
+_OTHER_SNIPPET = """\
+import provpt_peft
+from peft import PeftModel
+
+base_model = ...  # the {base_class} that the adapter was made with
+model = PeftModel.from_pretrained(base_model, ".")  # this folder, or its Hub id"""
+
+
+def update_model_card(folder: str, config: ProVPTConfig, auto_mapping: dict[str, str] | None = None) -> None:
+    """Write what belongs to this method into the `README.md` of an adapter's folder, or make one.
+
+    PEFT writes a card for the default adapter only. It takes a base model's path for a Hub id, which the Hub refuses:
+    that is taken out. Nothing else happens where the folder has no adapter's tensors, and doing it twice changes
+    nothing. An adapter is saved whatever becomes of its card: what fails here is a warning.
+
+    Args:
+        folder: The folder.
+        config: The adapter's config.
+        auto_mapping: PEFT's name and module of the base model's class, by default what the config has.
+    """
+    try:
+        _update(Path(folder), config, auto_mapping or config.auto_mapping or {})
+    except Exception as error:
+        logger.warning("%s: the model card was not written, %s: %s", folder, type(error).__name__, error)
+
+
+def _update(folder: Path, config: ProVPTConfig, auto_mapping: dict[str, str]) -> None:
+    path = folder / "README.md"
+    card = ModelCard.load(path) if path.is_file() else _new_card(config)
+    dropped = _drop_local_base_model(card)
+    blocks = saved_blocks(folder)
+    if blocks is not None:
+        distribution = distribution_of(config, blocks)
+        try:
+            run = run_of(config.training, distribution[1:])
+        except ValueError:  # a record that came with the adapter
+            run = Run(distribution[1:])
+        data: Any = card.data
+        data.tags = sorted({*(data.tags or []), "peft", "provpt", "visual-prompt-tuning"})
+        card.text = _with_section(card.text, _section(distribution, config, auto_mapping, run, _draw(folder, run)))
+    if blocks is not None or (dropped and path.is_file()):
+        card.save(path)
+
+
+def _new_card(config: ProVPTConfig) -> ModelCard:
+    card = ModelCard("---\nlibrary_name: peft\n---\n\n# Visual prompts\n")
+    data: Any = card.data
+    if config.base_model_name_or_path is not None:
+        data.base_model = config.base_model_name_or_path
+        data.tags = [f"{_ADAPTER_TAG}{data.base_model}"]
+    return card
+
+
+def _drop_local_base_model(card: ModelCard) -> bool:
+    """Take a base model that is no Hub id out of the metadata. Returns whether there was one."""
+    data: Any = card.data
+    tags = data.tags or []
+    kept = [tag for tag in tags if not tag.startswith(_ADAPTER_TAG) or is_hub_id(tag.removeprefix(_ADAPTER_TAG))]
+    is_local = isinstance(data.base_model, str) and not is_hub_id(data.base_model)
+    if kept != tags:
+        data.tags = kept
+    if is_local:
+        data.pop("base_model")
+    return is_local or kept != tags
+
+
+def _with_section(text: str, section: str) -> str:
+    """The card's text with the section in its place: where it was, or below the title."""
+    section = f"{_START}\n\n{section}\n\n{_END}"
+    before, start, rest = text.partition(_START)
+    _, end, after = rest.partition(_END)
+    if start and end:
+        return before + section + after
+    title, _, body = text.lstrip("\n").partition("\n")
+    if not title.startswith("# "):
+        title, body = "", text
+    return f"\n{title}\n\n{section}\n\n{body.lstrip()}"
+
+
+def _section(
+    distribution: list[int], config: ProVPTConfig, auto_mapping: dict[str, str], run: Run, picture: bool
+) -> str:
+    undistributed, *counts = distribution
+    parts = ["## Visual prompts in the blocks"]
+    if config.shallow:
+        parts.append(f"This adapter has {sum(counts)} prompts that enter the first block as tokens (VPT-Shallow).")
+    else:
+        spare = f", {undistributed} of them in no block" if undistributed else ""
+        total = f"{sum(distribution)} prompts in a vision transformer of {len(counts)} blocks{spare}"
+        rows = [["block", *range(1, len(counts) + 1)], ["---"] * (len(counts) + 1), ["prompts", *counts]]
+        parts.append(f"This adapter has {total}. The distribution over the blocks:")
+        parts.append("\n".join(f"| {' | '.join(map(str, row))} |" for row in rows))
+    if picture:
+        parts.append(f"![Prompts in each block]({_PICTURE})")
+    if run.epochs:
+        default = RelocationConfig().settings()
+        changed = {name: value for name, value in run.settings.items() if value != default.get(name)}
+        settings = _code(json.dumps(changed)[1:-1]) if changed else "the default"
+        parts.append(
+            f"The prompts were relocated while they were trained: {run.num_moves} moves in {run.epochs} "
+            f"{run.periods}, with the settings of `RelocationConfig` ({settings})."
+        )
+    if run.metrics:
+        metrics = [f"| {_code(name.removeprefix('eval_'))} | {value:.4g} |" for name, value in run.metrics.items()]
+        parts += ["## The last evaluation", "\n".join(["| | |", "| --- | --- |", *metrics])]
+    parts += [
+        "## How to load it",
+        "The adapter needs the package `provpt-peft`. `import provpt_peft` is what teaches PEFT the method: "
+        "`PeftModel.from_pretrained` needs it too.",
+        f"```python\n{_snippet(config, auto_mapping)}\n```",
+    ]
+    if not is_hub_id(config.base_model_name_or_path):
+        parts.append("The base model was not from the Hub: the adapter has to be loaded where that model is at hand.")
+    return "\n\n".join(parts)
+
+
+def _code(text: str) -> str:
+    """Text of a file's as code: neither links nor pictures, and no end of the code, the line or the cell it is in."""
+    return f"`{printable(text, forbidden='|`') or '?'}`"
+
+
+def _draw(folder: Path, run: Run) -> bool:
+    """Draw the distribution of a relocated adapter into its folder, where matplotlib is installed."""
+    try:
+        if run.history:
+            from . import figures
+
+            figures.plot_distribution(run).savefig(folder / _PICTURE, dpi=100)
+            return True
+    except ImportError:
+        pass
+    except Exception as error:
+        logger.warning("%s: the picture was not drawn, %s: %s", folder, type(error).__name__, error)
+    return False
+
+
+def _snippet(config: ProVPTConfig, auto_mapping: dict[str, str]) -> str:
+    known = bool(config.base_model_name_or_path)
+    if config.id2label is not None:
+        arguments = '"."' if known else '".", base_model="path/to/the/base/model"'
+        result = _RESULTS[config.problem_type or "single_label_classification"]
+        return _CLASSIFIER_SNIPPET.format(arguments=arguments, result=result)
+    base_class = auto_mapping.get("base_model_class", "model")
+    if auto_mapping.get("parent_library", "").split(".")[0] == "transformers":
+        base_model = "config.base_model_name_or_path" if known else '"path/to/the/base/model"'
+        return _TRANSFORMERS_SNIPPET.format(base_class=base_class, base_model=base_model)
+    return _OTHER_SNIPPET.format(base_class=base_class)

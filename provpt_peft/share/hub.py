@@ -1,0 +1,185 @@
+"""Adapters on the Hub and in folders: load one with all that belongs to it, upload one."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from huggingface_hub import HfApi, ModelCard, snapshot_download
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+from peft import PeftModel
+from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
+
+from .files import is_head, read_adapter
+
+
+_PROCESSOR_NAME = "preprocessor_config.json"
+
+
+class ImageClassifier(NamedTuple):
+    """What [`load_image_classifier`] returns."""
+
+    model: PeftModel
+    image_processor: Any
+    labels: dict[int, str]
+
+
+def load_image_classifier(
+    adapter: str | os.PathLike[str], base_model: str | os.PathLike[str] | None = None, **from_pretrained_kwargs: Any
+) -> ImageClassifier:
+    """Load an image classifier from its adapter: base model, prompts, head, image processor and labels in one call.
+
+    Args:
+        adapter: Folder that `PeftModel.save_pretrained` wrote, or a Hub id.
+        base_model: Folder or Hub id of the base model, by default what the adapter's config names.
+        from_pretrained_kwargs: Passed on to `AutoModelForImageClassification.from_pretrained`. `token`, `cache_dir`,
+            `local_files_only` and `force_download` hold for the adapter's and the image processor's files too.
+
+    Returns:
+        The model in eval mode, the image processor (the adapter's own if its folder has one, otherwise the base
+        model's), and the name of each class.
+
+    Raises:
+        ValueError: If the adapter's files are broken (see [`check_adapter`]), if its base model is not known, or if
+            its head has another number of classes than the base model gives.
+
+    Example:
+        ```python
+        >>> model, image_processor, labels = load_image_classifier("flowers-provpt")
+        >>> inputs = image_processor(image, return_tensors="pt")
+        >>> labels[model(**inputs).logits.argmax(-1).item()]
+        'daisy'
+        ```
+    """
+    # Slow to import. At the top level, transformers 5.9 has a placeholder of the second that asks for torchvision.
+    from transformers import AutoModelForImageClassification
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
+
+    download = _chosen(from_pretrained_kwargs, "token", "cache_dir", "local_files_only", "force_download")
+    folder = _local_folder(adapter, download)
+    config, tensors, _ = read_adapter(folder)
+    name: Any = config.base_model_name_or_path if base_model is None else str(base_model)
+    if not isinstance(name, str) or not (os.path.isdir(name) or is_hub_id(name)):
+        raise ValueError(
+            f"{folder / CONFIG_NAME}: the base model must be a Hub id or an existing folder, got {name!r}. "
+            "Pass the base model that the adapter was trained with as `base_model`."
+        )
+
+    settings: dict[str, Any] = {}
+    if base_model is None and config.revision is not None:
+        settings["revision"] = config.revision
+    # A config of the caller's own has these settings.
+    if "config" not in from_pretrained_kwargs:
+        if config.id2label is not None and not {"id2label", "num_labels"} & from_pretrained_kwargs.keys():
+            settings["id2label"] = config.id2label
+            settings["label2id"] = {label: index for index, label in config.id2label.items()}
+        if config.problem_type is not None:
+            settings["problem_type"] = config.problem_type
+    # Sizes that do not match are looked at below, where the adapter's own head is known.
+    settings |= from_pretrained_kwargs | dict(ignore_mismatched_sizes=True, output_loading_info=True)
+    base, loading_info = AutoModelForImageClassification.from_pretrained(name, **settings)
+    _check_head(folder, name, base, tensors, loading_info)
+
+    model = PeftModel.from_pretrained(base, str(folder), config=config).eval()
+    if (folder / _PROCESSOR_NAME).is_file():
+        image_processor = AutoImageProcessor.from_pretrained(folder)
+    else:
+        image_processor = AutoImageProcessor.from_pretrained(name, **_chosen(settings, "revision"), **download)
+    return ImageClassifier(model, image_processor, dict(base.config.id2label))
+
+
+def _chosen(settings: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: settings[name] for name in names if name in settings}
+
+
+def push_to_hub(
+    model: PeftModel,
+    repo_id: str,
+    image_processor: Any = None,
+    license: str | None = None,
+    private: bool | None = None,
+    token: str | None = None,
+    commit_message: str = "Upload PRO-VPT adapter",
+) -> str:
+    """Upload an adapter with its model card, and return the address of the commit. `model.push_to_hub` does the same,
+    but puts an empty card over ours.
+
+    Args:
+        model: A model with a PROVPT adapter. The active one is uploaded.
+        repo_id: `user/name` on the Hub; the repository is made if need be.
+        image_processor: The base model's image processor, saved beside the adapter if given.
+        license: Of the adapter, for the card's metadata, such as "apache-2.0".
+        private: Whether a new repository is private; by default what the account's owner has set.
+        token: Of an account that may write there; by default the one that was logged in with.
+        commit_message: Of the commit.
+
+    Raises:
+        huggingface_hub.errors.HfHubHTTPError: If the Hub refuses.
+    """
+    api = HfApi(token=token)
+    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    name = model.active_adapter
+    with tempfile.TemporaryDirectory() as saved:
+        model.save_pretrained(saved, selected_adapters=[name])
+        # PEFT gives adapters of other names than `default` a folder each.
+        folder = Path(saved) if name == "default" else Path(saved, name)
+        if image_processor is not None:
+            image_processor.save_pretrained(folder)
+        if license is not None:
+            card = ModelCard.load(folder / "README.md")
+            card.data.license = license
+            card.save(folder / "README.md")
+        return api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=commit_message).commit_url
+
+
+def is_hub_id(name: str | None) -> bool:
+    """Whether a base model's name is an id on the Hub, and not a path or nothing."""
+    try:
+        validate_repo_id(name or "")
+    except HFValidationError:
+        return False
+    return not os.path.isdir(name or "")
+
+
+def _local_folder(adapter: str | os.PathLike[str], download: dict[str, Any]) -> Path:
+    if os.path.isdir(adapter):
+        return Path(adapter)
+    if not is_hub_id(str(adapter)):
+        raise ValueError(
+            f"`adapter` must be a folder or a Hub id, got {str(adapter)!r}, which is neither. "
+            "Give the folder that `save_pretrained` wrote."
+        )
+    files = [CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, _PROCESSOR_NAME]
+    return Path(snapshot_download(str(adapter), allow_patterns=files, **download))
+
+
+def _check_head(
+    folder: Path, name: str, base: torch.nn.Module, tensors: dict[str, torch.Tensor], loading_info: dict[str, Any]
+) -> None:
+    """Check that adapter and base model together give every class a trained weight."""
+    present = {key: tuple(tensor.shape) for key, tensor in base.state_dict().items()}
+    saved = {key.removeprefix("base_model.model."): tuple(tensor.shape) for key, tensor in tensors.items()}
+    for key, shape in saved.items():
+        if is_head(key) and present.get(key, shape) != shape:
+            raise ValueError(
+                f"{folder / SAFETENSORS_WEIGHTS_NAME}: the saved head and the model's must have the same number of "
+                f"classes, got {key} for {shape[0]} classes saved and {present[key][0]} in {name!r} (shapes {shape} "
+                f"and {present[key]}). Pass the names of the saved classes as `id2label`."
+            )
+    for key, in_file, in_model in loading_info["mismatched_keys"]:
+        if key not in saved:
+            raise ValueError(
+                f"{folder}: a head that the adapter does not bring must fit in the base model, got {key} for "
+                f"{in_model[0]} classes by the labels and {in_file[0]} in {name!r} (shapes {tuple(in_model)} and "
+                f"{tuple(in_file)}). Save the adapter anew with its head in `modules_to_save`."
+            )
+    untrained = sorted(key for key in set(loading_info["missing_keys"]) - saved.keys() if is_head(key))
+    if untrained:
+        raise ValueError(
+            f"{folder}: adapter or base model must have a head, got no {untrained} in either. "
+            "Save the adapter anew with its head in `modules_to_save`."
+        )

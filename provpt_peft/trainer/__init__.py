@@ -1,0 +1,1 @@
+"""Relocation inside the Hugging Face Trainer."""

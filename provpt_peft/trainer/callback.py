@@ -1,0 +1,229 @@
+"""`RelocationTrainerCallback`: relocation inside the Hugging Face Trainer.
+
+It reads the clock and delegates to `Relocator`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from accelerate.utils.memory import should_reduce_batch_size
+from peft.utils import CONFIG_NAME
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
+
+from ..config import ProVPTConfig
+from ..records import Relocation, Run
+from ..relocation import RelocationConfig, Relocator, first_batches
+from ..relocation.parallel import refuse_wrapper
+from .hosts import calling_trainer, training_loss
+from .reporting import report_distribution
+
+
+logger = logging.getLogger(__name__)
+
+# Ends of the names of what the Trainer measures of an evaluation's speed.
+_SPEED = ("_runtime", "_per_second", "_preparation_time")
+
+
+class RelocationTrainerCallback(TrainerCallback, ExportableState):
+    """Relocates prompts at the start of each epoch of a `transformers.Trainer`.
+
+    Scores are measured on the first `score_images` images of the training loader, prepared as for training, by the
+    Trainer's own loss. They are read once, before training, which is otherwise as it would be without the callback.
+    Checkpoints carry the relocator, so a resumed run equals one that was never stopped. Each relocation is logged
+    through the Trainer as `relocation/…` and kept in `history`.
+
+    Args:
+        config: When, which and where to; a dict of the same settings is accepted as well.
+
+    Attributes:
+        history: The records of all relocations, oldest first.
+
+    Raises:
+        ValueError: When training begins, if the model has no PROVPT adapter, if the Trainer uses `nn.DataParallel`,
+            DeepSpeed or FSDP version 1, if it has two such callbacks, or if there is nothing to measure scores on.
+
+    Example:
+        ```python
+        >>> callback = RelocationTrainerCallback(RelocationConfig())
+        >>> trainer = Trainer(model, args, train_dataset=train, eval_dataset=validation, callbacks=[callback])
+        >>> trainer.train()
+        >>> [(record.prompt, record.from_block, record.block) for record in callback.history]
+        ```
+    """
+
+    def __init__(self, config: RelocationConfig | dict[str, Any] | None = None) -> None:
+        self.config = RelocationConfig(**config) if isinstance(config, dict) else config or RelocationConfig()
+        self.history: list[Relocation] = []
+        # While training.
+        self.relocator: Relocator | None = None
+        self._trainer: Trainer | None = None
+        self._inside_epoch = False
+        self._evaluated_step: int | None = None
+        # What is left of them after training.
+        self._saved: dict[str, Any] | None = None
+        self._run: Run | None = None
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self._trainer = trainer = calling_trainer()
+        _check(args, trainer)
+        with _before_training(self.config):
+            batches = first_batches(kwargs["train_dataloader"], self.config.score_images)
+        compute_loss = partial(training_loss, trainer)
+        self.relocator = Relocator(kwargs["model"], self.config, kwargs["optimizer"], batches, compute_loss)
+        with _before_training(self.config):
+            self.relocator.measure(batches[:1])
+        _warn_of_nothing(self.config, state)
+        self._inside_epoch = False
+        name = type(self).__name__
+        if state.global_step > 0:
+            saved = state.stateful_callbacks.get(name, {}).get("attributes", {}).get("saved")
+            if saved is None:
+                told = "The checkpoint was written without %s, so relocation starts afresh at step %d."
+                logger.warning(told, name, state.global_step)
+            else:
+                self.relocator.load_state_dict(saved["relocator"])
+                # A checkpoint of an epoch's last step is written before the epoch ends.
+                self._inside_epoch = saved["inside_epoch"] and state.epoch % 1 != 0
+        self.history = self.relocator.history
+        # The Trainer fills in this entry when it saves, and expects it to be there.
+        state.stateful_callbacks[name] = self.state()
+
+    def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        # Comes again when a run resumes inside an epoch, which has had its relocation.
+        if not self._inside_epoch:
+            self._inside_epoch = True
+            if self.config.relocate_every == "epoch":
+                self._relocate(args, state, control)
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if self.config.relocate_every != "epoch" and state.global_step % int(self.config.relocate_every) == 0:
+            self._relocate(args, state, control)
+
+    def on_epoch_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self._inside_epoch = False
+        if state.global_step >= state.max_steps:
+            self._finish(args, state, control)
+
+    def on_evaluate(self, args: Any, state: TrainerState, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        # For the model card: numbers, not a list for each class, and not how fast this machine is.
+        numbers = {name: v for name, v in (metrics or {}).items() if isinstance(v, (int, float)) and math.isfinite(v)}
+        kept = {name: v for name, v in numbers.items() if name != "epoch" and not name.endswith(_SPEED)}
+        if not kept or self.relocator is None:
+            return
+        training = self._adapter_config.training or {}
+        # Several data sets are evaluated one after the other.
+        earlier = training.get("metrics", {}) if self._evaluated_step == state.global_step else {}
+        self._adapter_config.training = training | {"metrics": earlier | kept}
+        self._evaluated_step = state.global_step
+
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        # Training that was stopped before its last step. With the best model loaded it is too late to measure.
+        if not args.load_best_model_at_end:
+            self._finish(args, state, control)
+        # The best model is an earlier one, and knows no later relocations. transformers finds that of the adapter
+        # `default` only. A checkpoint of a model around ours has no config.
+        best = state.best_model_checkpoint if args.load_best_model_at_end else None
+        named = self._running.adapter_name == "default"
+        if best is not None and named and os.path.isfile(os.path.join(best, CONFIG_NAME)):
+            self._adapter_config.training = ProVPTConfig.from_pretrained(best).training
+        # Who keeps the callback for its history does not keep model, optimizer and data.
+        self._saved, self._run = self.state(), self._running.run()
+        self.relocator = self._trainer = None
+
+    @property
+    def _running(self) -> Relocator:
+        assert self.relocator is not None  # made when training begins
+        return self.relocator
+
+    @property
+    def _adapter_config(self) -> ProVPTConfig:
+        return self._running.tuner.peft_config[self._running.adapter_name]
+
+    def _relocate(self, args: Any, state: TrainerState, control: Any) -> None:
+        self._running.relocate(progress=state.global_step / state.max_steps)
+        self._log(args, state, control)
+
+    def _finish(self, args: Any, state: TrainerState, control: Any) -> None:
+        self._running.finish()
+        self._log(args, state, control)
+
+    def _log(self, args: Any, state: TrainerState, control: Any) -> None:
+        """Do what `Trainer.log` does. It would add its own keys to what is logged."""
+        if not self._running.metrics or self._trainer is None:
+            return
+        logs = {f"relocation/{name}": value for name, value in self._running.metrics.items()} | {"epoch": state.epoch}
+        state.log_history.append({**logs, "step": state.global_step})
+        handler = self._trainer.callback_handler
+        handler.on_log(args, state, control, logs)
+        if state.is_world_process_zero:
+            counts = self._running.tuner.prompt_distribution(self._running.adapter_name)
+            report_distribution(handler.callbacks, counts, state.global_step)
+
+    def state(self) -> dict[str, Any]:
+        """Settings and the relocator's state, JSON-able. The Trainer writes it into its checkpoints."""
+        if self.relocator is None and self._saved is not None:
+            return self._saved
+        running = self.relocator
+        saved = running and {"saved": {"relocator": running.state_dict(), "inside_epoch": self._inside_epoch}}
+        return {"args": {"config": self.config.settings()}, "attributes": saved or {}}
+
+    def run(self) -> Run:
+        """What is known of the run, so far or as it ended, for pictures. `ValueError` if training has not begun."""
+        run = self.relocator.run() if self.relocator is not None else self._run
+        if run is None:
+            raise ValueError("The callback must have run, but training has not begun. Train first.")
+        return run
+
+
+def _check(args: TrainingArguments, trainer: Trainer) -> None:
+    """Refuse what the Trainer is going to wrap the model in, which it does not show to callbacks, and a second one."""
+    if getattr(args, "deepspeed_plugin", None) is not None:
+        refuse_wrapper("DeepSpeedEngine")
+    if args.n_gpu > 1:
+        refuse_wrapper("DataParallel")
+    ours = sum(isinstance(c, RelocationTrainerCallback) for c in trainer.callback_handler.callbacks)
+    if ours > 1:
+        raise ValueError(
+            f"A Trainer has one RelocationTrainerCallback, got {ours}: their states could not be told apart. Give one."
+        )
+
+
+def _warn_of_nothing(config: RelocationConfig, state: TrainerState) -> None:
+    """Say so where no prompt can move before the end."""
+    every = config.relocate_every
+    if every == "epoch" and state.num_train_epochs >= sys.maxsize:  # data of unknown length
+        logger.warning(
+            "Prompts move between epochs, but how long one is cannot be told. Set `relocate_every` to steps."
+        )
+        return
+    period = 1 / max(state.num_train_epochs, 1) if every == "epoch" else int(every) / state.max_steps
+    if config.warmup_epochs * period >= 1.0 - config.settle:
+        logger.warning(
+            "No prompt will move: the first relocation comes after %.0f %% of the training, and nothing moves in its "
+            "last part (`settle=%g`). Train for more epochs, or set `settle` or `relocate_every` lower.",
+            *(100 * config.warmup_epochs * period, config.settle),
+        )
+
+
+@contextmanager
+def _before_training(config: RelocationConfig) -> Iterator[None]:
+    """Name the setting that asks for what fails here."""
+    try:
+        yield
+    except Exception as error:
+        # The Trainer tries again with smaller batches (`auto_find_batch_size`).
+        if should_reduce_batch_size(error):
+            raise
+        raise ValueError(
+            f"Relocation measures scores on the first training images (`score_images={config.score_images}`), by the "
+            f"Trainer's `compute_loss` in eval mode, but that fails: {type(error).__name__}: {error}"
+        ) from error

@@ -1,0 +1,51 @@
+"""Scores and losses that a test makes up, handed to the relocator as a score of the user's own."""
+
+import torch
+
+from provpt_peft import RelocationConfig, Relocator
+from provpt_peft.relocation.idleness import Idleness
+
+
+class MadeUp:
+    """A score with the numbers that were set last. The order of the prompts is that of their indices."""
+
+    def __init__(self):
+        self.scores, self.loss = None, None
+
+    def set(self, scores, loss=1.0):
+        self.scores, self.loss = torch.tensor(scores, dtype=torch.float64), loss
+
+    def __call__(self, measurement):
+        measurement.loss = self.loss
+        scores = self.scores.clone()
+        scores[measurement.blocks() == 0] = torch.nan
+        return Idleness(scores, torch.zeros_like(scores))
+
+
+def relocator_of(model, optimizer=None, **settings):
+    """A relocator whose scores are made up, past its first epoch. Returns the scores and it."""
+    made_up = MadeUp()
+    config = RelocationConfig(**dict(idleness=made_up, settle=0.0) | settings)
+    relocator = Relocator(model, config, optimizer, score_batches=[{}])
+    assert relocator.relocate() == []
+    return made_up, relocator
+
+
+def scores_with(value, prompt, others=-1.0, count=12):
+    scores = [others] * count
+    scores[prompt] = value
+    return scores
+
+
+class Chooses:
+    """A policy that always chooses the same block."""
+
+    def __init__(self, block):
+        self.block = block
+
+    def __call__(self, num_blocks, generator):
+        from provpt_peft.relocation.policies import Action, Policy
+
+        policy = Policy(num_blocks, generator)
+        policy.choose = lambda state: Action(self.block)
+        return policy

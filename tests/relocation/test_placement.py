@@ -1,0 +1,112 @@
+"""What a moved prompt starts from: its vector and the optimizer's moments."""
+
+import pytest
+import tiny
+import torch
+from made_up import Chooses, relocator_of, scores_with
+from test_relocator import prompted, train_epoch
+
+from provpt_peft.relocation.placement import place
+
+
+def move(model, optimizer, block, prompt=0):
+    """Let the relocator move a prompt to a block."""
+    made_up, relocator = relocator_of(model, optimizer, allocator=Chooses(block))
+    made_up.set(scores_with(1.0, prompt, count=len(model.base_model.prompts())))
+    (record,) = relocator.relocate()
+    assert (record.prompt, record.block) == (prompt, block)
+
+
+def sgd_with_momentum(parameters, lr):
+    return torch.optim.SGD(parameters, lr, 0.9)
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, sgd_with_momentum])
+def test_a_moved_prompt_starts_from_the_mean_with_its_new_block_s_moments(optimizer_class):
+    model, optimizer = prompted(optimizer_class)
+    train_epoch(model, optimizer)
+    prompts = model.base_model.prompts()
+    rows = prompts.detach().clone()
+    state = {n: m for n, m in optimizer.state[prompts].items() if torch.is_tensor(m) and m.shape == prompts.shape}
+    assert set(state) == ({"exp_avg", "exp_avg_sq"} if optimizer_class is torch.optim.AdamW else {"momentum_buffer"})
+    old = {name: moment.clone() for name, moment in state.items()}
+
+    move(model, optimizer, block=4)
+    assert model.base_model.prompts() is prompts
+    torch.testing.assert_close(prompts[0], rows[9:12].mean(dim=0))
+    assert torch.equal(prompts[1:], rows[1:])
+    for name, before in old.items():
+        if name == "exp_avg_sq":
+            torch.testing.assert_close(state[name][0], before[9:12].mean(dim=0))
+        else:
+            assert not state[name][0].any()
+        assert torch.equal(state[name][1:], before[1:])
+
+
+def test_a_prompt_of_the_reserve_has_the_mean_moments_of_all_in_an_empty_block():
+    model, optimizer = prompted(num_prompts=[6, 6, 0, 0], reserve=1)
+    train_epoch(model, optimizer)
+    squares = optimizer.state[model.base_model.prompts()]["exp_avg_sq"]
+    before = squares.clone()
+    place(model.base_model, "default", 12, 4, optimizer)
+    assert not before[12].any()
+    torch.testing.assert_close(squares[12], before[:12].mean(dim=0))
+    assert torch.equal(squares[:12], before[:12])
+
+
+def test_a_moved_prompt_steps_no_further_than_its_neighbours():
+    """With a gradient of 1 Adam's step is the learning rate. The bias correction is the parameter's, so a row whose
+    moments were both 0 would step by (1 - 0.9^t) / sqrt(1 - 0.999^t), up to 6.5 times as far."""
+    model, _ = prompted()
+    prompts = model.base_model.prompts()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-3, weight_decay=0.0)
+
+    def change():
+        before = prompts.detach().clone()
+        optimizer.zero_grad()
+        prompts.grad = torch.ones_like(prompts)
+        optimizer.step()
+        return (before - prompts.detach()).mean(dim=1)
+
+    for _ in range(2000):
+        change()
+    move(model, optimizer, block=4)
+    for step in range(1, 21):
+        steps = change()
+        torch.testing.assert_close(steps[1:], torch.full_like(steps[1:], 1e-3), atol=2e-6, rtol=0)
+        assert steps[0].item() == pytest.approx((1 - 0.9**step) * 1e-3, abs=2e-6)
+
+
+def test_optimizer_states_that_are_no_moments_are_left_alone():
+    model, optimizer = prompted()
+    train_epoch(model, optimizer)
+    prompts = model.base_model.prompts()
+    optimizer.state[prompts]["z"] = torch.ones_like(prompts)
+    move(model, optimizer, block=4)
+    assert optimizer.state[prompts]["z"].all()
+    assert not optimizer.state[prompts]["exp_avg"][0].any()
+
+
+@pytest.mark.parametrize(("distribution", "block"), [([6, 5, 1, 0], 3), ([6, 5, 1, 0], 4), ([6, 5, 1, 0], 1)])
+def test_a_moved_prompt_keeps_its_vector_where_there_is_no_mean_or_no_move(distribution, block):
+    model, optimizer = prompted(num_prompts=distribution)
+    rows = model.base_model.prompts().detach().clone()
+    move(model, optimizer, block)
+    assert torch.equal(model.base_model.prompts(), rows)
+
+
+def test_prompts_that_come_to_a_block_together_do_not_start_alike():
+    model, _ = prompted()
+    rows = model.base_model.prompts().detach().clone()
+    made_up, relocator = relocator_of(model, allocator=Chooses(4), prompts_per_relocation=2)
+    made_up.set([2.0, 1.0] + [-1.0] * 10)
+    first, second = relocator.relocate()
+    assert (first.prompt, first.block, second.prompt, second.block) == (0, 4, 1, 4)
+    torch.testing.assert_close(model.base_model.prompts()[:2], torch.stack([rows[9:].mean(dim=0), rows[1]]))
+
+
+def test_without_an_optimizer_only_the_vector_changes():
+    model = tiny.prompted(tiny.make("vit"))
+    rows = model.base_model.prompts().detach().clone()
+    place(model.base_model, "default", 0, 2)
+    torch.testing.assert_close(model.base_model.prompts()[0], rows[3:6].mean(dim=0))
