@@ -3,10 +3,10 @@
 A gate m multiplies what a prompt does to one image. m = 1 is the model, m = 0 the model without the prompt, so dL/dm
 at 1 estimates, to first order, the loss with the prompt minus the loss without it: above 0 means idle.
 
-Gates on the prompts' share in their block's output: with attention weights a, values v, output o and its gradient g,
-taking a prompt's key out lets the other weights grow, and the output becomes o - a / (1 - a) (v - o). So the score of
-an image is the sum over queries and heads of a / (1 - a) g·(v - o), the derivative along the change itself. Gates on
-the prompts' vectors give Eq. 6 as printed, g·p, which LayerNorm makes close to noise.
+Gates on the `"output"` scale what a prompt adds to its block's attention output o, with gradient g. Without the
+prompt's key (weight a, value v) the other weights are normalised anew, and o becomes o - a / (1 - a) (v - o). So an
+image's score is the sum over queries and heads of a / (1 - a) g·(v - o). Gates on the `"vector"` scale the prompt
+itself: Eq. 6 as printed, g·p, which LayerNorm makes close to noise.
 
 Legend: B images, W windows an image (1 unless the family is windowed), H heads, T tokens, n prompts of a block, N
 prompts of the adapter, D width, d head size.

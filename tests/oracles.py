@@ -63,8 +63,9 @@ def _biased(block: nn.Module, prompts: torch.Tensor, undo: list[Undo]) -> None:
     """Data2Vec-Vision: a bias of the block's own, from a module, and one that all blocks share."""
     attention = block.attention.attention
     original, count = type(attention).forward, len(prompts)
-    hook = attention.relative_position_bias.register_forward_hook(lambda module, args, bias: _padded(bias, count))
-    undo.append(hook.remove)
+    if attention.has_relative_position_bias:
+        hook = attention.relative_position_bias.register_forward_hook(lambda module, args, bias: _padded(bias, count))
+        undo.append(hook.remove)
 
     def forward(hidden_states, output_attentions=False, relative_position_bias=None, *args):  # type: ignore[no-untyped-def]
         tokens = torch.cat([block.layernorm_before(prompts).expand(len(hidden_states), -1, -1), hidden_states], dim=1)

@@ -41,15 +41,23 @@ def distributions(num_blocks):
     return {"uniform": [3] * num_blocks, "uneven": uneven, "empty": with_empty}
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["beit", "data2vec"])
+def test_same_function_without_position_biases(family, implementation):
+    """The default of the configs: no mask at all, so the kernel has to be told that the attention is not causal."""
+    none = dict(use_relative_position_bias=False, use_shared_relative_position_bias=False)
+    test_same_function_as_prepended_tokens(family, "uniform", implementation, **none)
+
+
 @pytest.mark.parametrize(
     ("family", "implementation"),
     [(f, i) for f in tiny.ALL_FAMILIES for i in ("sdpa", "eager") if i == "eager" or f not in tiny.EAGER_ONLY],
 )
 @pytest.mark.parametrize("distribution", ["uniform", "uneven", "empty"])
-def test_same_function_as_prepended_tokens(family, distribution, implementation):
+def test_same_function_as_prepended_tokens(family, distribution, implementation, **config):
     # In double precision, since Swin V2 multiplies its cosines by up to 100, and their rounding. The eager softmax is
     # of single precision all the same.
-    base = tiny.make(family, attn_implementation=implementation).double()
+    base = tiny.make(family, attn_implementation=implementation, **config).double()
     plain = copy.deepcopy(base)
     plain.requires_grad_(False)
     blocks = tiny.blocks(plain)

@@ -76,9 +76,9 @@ def test_a_relocator_is_a_source_too():
     assert len(figures.plot_distribution_over_time(relocator).axes[0].images[0].get_array()[0]) == 3
 
 
-def test_what_cannot_be_read():
+def test_what_cannot_be_read(tmp_path):
     with pytest.raises(ValueError, match="training has not begun"):
-        read_run(make_trainer("unused")[1])
+        read_run(make_trainer(tmp_path)[1])
     with pytest.raises(ValueError, match="must have this file, got none"):
         read_run("no/such/folder")
     with pytest.raises(ValueError, match="must have a history of relocations"):

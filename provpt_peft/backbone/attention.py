@@ -90,9 +90,9 @@ class PromptedBlock:
         *inputs, scaling, output_attentions = self.family.own_attention(self.attention, *args, **kwargs)
         dropout = self.attention.dropout.p if self.attention.dropout.training else 0.0
         implementation = "eager" if output_attentions else "sdpa"
-        output, weights = prompted_attention(
-            self.attention, *inputs, scaling=scaling, dropout=dropout, implementation=implementation
-        )
+        # The kernel takes a module that does not say so, and has no mask, for a causal one.
+        settings = dict(scaling=scaling, dropout=dropout, implementation=implementation, is_causal=False)
+        output, weights = prompted_attention(self.attention, *inputs, **settings)
         return output.flatten(2), weights
 
     def attend(self, *args: Any, implementation: str | None = None, **kwargs: Any) -> tuple[Tensor, Tensor | None]:

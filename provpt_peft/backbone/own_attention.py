@@ -1,8 +1,8 @@
 """Attention modules that do their own arithmetic and never call transformers' attention registry.
 
-For each, a function that takes the module and what its `forward` takes, and returns what the registry would have been
-given, so that the prompts enter it by the same function. Hidden states are (B * W, T, D), masks of shifted windows
-(W, T, T). The modules' weights, and their arithmetic while no adapter is enabled, stay as they are.
+For each, a function that takes the module and what its `forward` takes, and returns what another module would pass to
+the registry's attention function, to which the prompts are then added as in other families. Hidden states are (B * W,
+T, D), masks of shifted windows (W, T, T). The modules' weights, and their arithmetic without an adapter, stay.
 
 Legend: B images, W windows an image, H heads, T tokens, D width, d head size.
 """

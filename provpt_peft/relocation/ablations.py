@@ -1,7 +1,7 @@
 """Other ways to adjust a distribution, for ablations: the rows of the paper's Tab. 3 and the adding of its appendix.
 
-Each takes the `Relocator` and its scores, and yields the prompts to move with the policy's action. What is yielded has
-been carried out when the next one is asked for. `Relocator.most_idle` is that of Algo. 1.
+Each takes the `Relocator` and its scores, and yields the prompts to move with the policy's action. The relocator makes
+each move before it asks for the next one. `Relocator.most_idle` is that of Algo. 1.
 
 Legend: L blocks.
 """
