@@ -14,8 +14,7 @@ from torch import nn
 from .version import __version__
 
 
-# No backbone has more; a file that says so is broken.
-_MOST_BLOCKS = 10_000
+_MOST_BLOCKS = 10_000  # no backbone has more; a file that says so is broken
 _PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
 
 

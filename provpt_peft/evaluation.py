@@ -47,12 +47,12 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
     was_training: list[Any] = [module for module in model.modules() if module.training]
     checkpointed = [module for module in was_training if getattr(module, "gradient_checkpointing", False)]
     functions = {module: module._gradient_checkpointing_func for module in checkpointed}
-    model.eval()
-    for module, function in functions.items():
-        module.training = True
-        if getattr(function, "keywords", {}).get("use_reentrant"):
-            module._gradient_checkpointing_func = partial(function, use_reentrant=False)
     try:
+        model.eval()
+        for module, function in functions.items():
+            module.training = True
+            if getattr(function, "keywords", {}).get("use_reentrant"):
+                module._gradient_checkpointing_func = partial(function, use_reentrant=False)
         yield
     finally:
         for module, function in functions.items():
@@ -63,15 +63,17 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def fixed_randomness(device: torch.device) -> Iterator[None]:
-    """Seed the generators of Python, NumPy and PyTorch, and afterwards put them back to where they were."""
+    """Seed the generators of Python, NumPy, the CPU and all devices of a kind, and afterwards put them back."""
     python, numpy = random.getstate(), np.random.get_state()
     # `fork_rng` keeps the CPU's generator and those of devices that can have several, which MPS cannot.
     mps = torch.mps.get_rng_state() if device.type == "mps" else None
-    devices = [] if device.type in ("cpu", "mps", "meta") else [device]
-    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+    single = device.type in ("cpu", "mps", "meta")
+    devices = range(0 if single else torch.get_device_module(device).device_count())
+    with torch.random.fork_rng(devices, device_type="cuda" if single else device.type):
         random.seed(0)
         np.random.seed(0)
-        torch.manual_seed(0)
+        # `torch.manual_seed` seeds the devices too, which only these are put back from.
+        (torch.default_generator.manual_seed if single and mps is None else torch.manual_seed)(0)
         try:
             yield
         finally:

@@ -23,6 +23,8 @@ import torch
 # Removing a key of weight a moves the output by a / (1 - a) times its distance to the key's value. The factor has no
 # bound, though the change has: weights above this count as this.
 MOST_WEIGHT = 0.7
+# Of the loss, so that gradients in float16 do not vanish. A power of 2 changes no other.
+SCALE = 2.0**10
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -90,8 +92,9 @@ class Gates:
                 "Scores need a loss that depends on the prompts, but it reached none of them. Let `compute_loss` call "
                 "the model that has the adapter, with gradients, while the adapter is enabled."
             )
-        (gradient,) = torch.autograd.grad(loss, [self.values], allow_unused=True)
-        return torch.zeros_like(self.values) if gradient is None else gradient * len(self.values)
+        wide = loss if loss.dtype == torch.float64 else loss.float()
+        (gradient,) = torch.autograd.grad(SCALE * wide, [self.values], allow_unused=True)
+        return torch.zeros_like(self.values) if gradient is None else gradient * (len(self.values) / SCALE)
 
     def _columns(self, rows: torch.Tensor, images: int) -> torch.Tensor:
         """The gates of some prompts, (B, n), on the device of their indices."""

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 
-# More epochs than these are no training but an attack on the memory of whoever draws them.
-_MOST_EPOCHS = 100_000
+_MOST_EPOCHS = 100_000  # more are no training but an attack on the memory of whoever draws them
 
 
 @dataclass

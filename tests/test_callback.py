@@ -505,6 +505,18 @@ def test_apple_s_generator_is_put_back(monkeypatch):
     assert states == ["trained", "seeded", "trained"]
 
 
+def test_only_generators_that_are_put_back_are_seeded(monkeypatch):
+    seeded = []
+    monkeypatch.setattr("torch.cuda.manual_seed_all", seeded.append)
+    before = torch.get_rng_state()
+    with fixed_randomness(torch.device("cpu")):
+        first = torch.rand(3)
+    with fixed_randomness(torch.device("cpu")):
+        assert torch.equal(torch.rand(3), first)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert seeded == []
+
+
 def test_a_random_loss_is_the_same_each_time_and_leaves_the_generator_alone():
     model = tiny.prompted(tiny.make("vit")).eval()
     losses = []

@@ -9,6 +9,7 @@ from training import every_epoch, make_trainer, moving
 from transformers import Trainer, TrainerCallback
 
 from provpt_peft import RelocationConfig, Relocator
+from provpt_peft.relocation.idleness import Idleness
 
 
 # The loss's factor in training in float16, where small gradients would vanish.
@@ -148,3 +149,21 @@ def test_trainer_in_bf16(tmp_path):
     trainer.train()
     assert [record.epoch for record in callback.history] == [1, 2, 3]
     assert all(record.note is None and record.reward is not None for record in callback.history)
+
+
+def test_scores_of_a_small_loss_do_not_vanish_in_float16():
+    """As at the end of training, where the Trainer has its loss scale."""
+    model = tiny.prompted(tiny.make("vit"))
+    batch = dict(pixel_values=tiny.images(8), labels=tiny.labels(8))
+
+    def small(model, batch):
+        return 1e-4 * model(**batch).loss
+
+    def of(compute_loss):
+        config = RelocationConfig(idleness=lambda measurement: Idleness.mean_of(measurement.gate_gradients()))
+        return Relocator(model, config, score_batches=[batch], compute_loss=compute_loss).measure()[0].score
+
+    expected = of(small)
+    with torch.autocast("cpu", dtype=torch.float16):
+        found = of(small)
+    assert (found - expected).abs().max() < 0.01 * expected.abs().max()

@@ -141,6 +141,18 @@ def test_first_batches_of_a_plain_loader_with_a_generator_of_its_own():
         first_batches(loader, 0)
 
 
+def test_a_sampler_s_data_are_not_copied():
+    class Raw(Images):
+        def __deepcopy__(self, memo):
+            raise TypeError("cannot pickle an open file")
+
+    raw = Raw()
+    transformed = [raw[index] for index in range(len(raw))]
+    sampler = torch.utils.data.RandomSampler(raw, generator=torch.Generator().manual_seed(1))
+    loader = torch.utils.data.DataLoader(transformed, batch_size=4, sampler=sampler)
+    assert_same_batches(first_batches(loader, 24), list(loader))
+
+
 def test_first_batches_are_those_of_the_loader_s_first_epoch():
     # The loader draws from the generator that its sampler draws from.
     generator = torch.Generator().manual_seed(5)

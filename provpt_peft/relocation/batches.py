@@ -44,7 +44,7 @@ def first_batches(loader: Iterable[Any], num_images: int) -> list[Any]:
         )
     batches: list[Any] = []
     if is_first_process():
-        # The generators of devices are left alone: workers and collators do not draw from them.
+        # Workers and collators do not draw from the generators of devices.
         with fixed_randomness(torch.device("cpu")):
             for batch in _again(loader):
                 batch = send_to_device(batch, "cpu")
@@ -64,23 +64,23 @@ def _again(loader: Any) -> Iterable[Any]:
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         return loader
     dataset: Any = loader.dataset
+    sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     settings: dict[str, Any] = {}
-    # A sampler may have the loader's generator, and so may their copies.
-    shared = {id(dataset): dataset}
+    # What accelerate splits over processes batch by batch, and not each batch, gives the same batches unsplit.
+    if type(sampler).__name__ == "BatchSamplerShard" and not sampler.split_batches:
+        sampler = sampler.batch_sampler
+    # Data are not copied with their sampler. It may have the loader's generator, and so may their copies.
+    held = (dataset, *(getattr(part, "data_source", None) for part in (sampler, getattr(sampler, "sampler", None))))
+    shared = {id(data): data for data in held}
     generator = copy.deepcopy(loader.generator, shared) or torch.Generator().manual_seed(0)
     if isinstance(loader.dataset, torch.utils.data.IterableDataset):
         # Of a stream that is split over processes by accelerate, the whole.
         if type(dataset).__name__ == "IterableDatasetShard":
             dataset = dataset.dataset
         settings |= dict(batch_size=loader.batch_size, drop_last=loader.drop_last)
-    elif loader.batch_sampler is None:
-        settings |= dict(batch_size=None, sampler=copy.deepcopy(loader.sampler, shared))
     else:
-        sampler: Any = loader.batch_sampler
-        # What accelerate splits over processes batch by batch, and not each batch, gives the same batches unsplit.
-        if type(sampler).__name__ == "BatchSamplerShard" and not sampler.split_batches:
-            sampler = sampler.batch_sampler
-        settings |= dict(batch_sampler=copy.deepcopy(sampler, shared))
+        own = copy.deepcopy(sampler, shared)
+        settings |= dict(batch_sampler=own) if loader.batch_sampler is not None else dict(batch_size=None, sampler=own)
     if loader.num_workers:
         settings |= dict(prefetch_factor=1, timeout=loader.timeout)
         settings |= dict(multiprocessing_context=loader.multiprocessing_context)

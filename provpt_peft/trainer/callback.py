@@ -29,8 +29,7 @@ from .reporting import report_distribution
 
 logger = logging.getLogger(__name__)
 
-# Ends of the names of what the Trainer measures of an evaluation's speed.
-_SPEED = ("_runtime", "_per_second", "_preparation_time")
+_SPEED = ("_runtime", "_per_second", "_preparation_time")  # ends of the names of an evaluation's timings
 
 
 class RelocationTrainerCallback(TrainerCallback, ExportableState):
@@ -63,12 +62,10 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
     def __init__(self, config: RelocationConfig | dict[str, Any] | None = None) -> None:
         self.config = RelocationConfig(**config) if isinstance(config, dict) else config or RelocationConfig()
         self.history: list[Relocation] = []
-        # While training.
         self.relocator: Relocator | None = None
         self._trainer: Trainer | None = None
         self._inside_epoch = False
         self._evaluated_step: int | None = None
-        # What is left of them after training.
         self._saved: dict[str, Any] | None = None
         self._run: Run | None = None
 
@@ -82,7 +79,7 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
         with _before_training(self.config):
             self.relocator.measure(batches[:1])
         _warn_of_nothing(self.config, state)
-        self._inside_epoch = False
+        self._inside_epoch, self._evaluated_step = False, None
         name = type(self).__name__
         if state.global_step > 0:
             saved = state.stateful_callbacks.get(name, {}).get("attributes", {}).get("saved")
