@@ -1,9 +1,7 @@
 """Other ways to adjust a distribution, for ablations: the rows of the paper's Tab. 3 and the adding of its appendix.
 
 Each takes the `Relocator` and its scores, and yields the prompts to move with the policy's action. The relocator makes
-each move before it asks for the next one. `Relocator.most_idle` is that of Algo. 1.
-
-Legend: L blocks.
+each move before it asks for the next one. `Relocator.most_idle` is that of Algo. 1. Legend: L blocks.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import torch
 
 from .config import PPOConfig
 from .idleness import Idleness
-from .policies import Action, PolicyState, PPOAllocation
+from .policies import Action, Policy, PolicyState, PPOAllocation
 from .ppo import PPO
 
 
@@ -73,10 +71,9 @@ ADJUSTMENTS: dict[str, Callable[[Any, Idleness], Moves]] = {
 class NaiveRL(PPOAllocation):
     """PPO over all L² pairs of source and target block, without a pruning step."""
 
-    def __init__(self, num_blocks: int, generator: torch.Generator) -> None:
-        # The discount is the paper's.
-        super().__init__(num_blocks, generator, PPOConfig(gamma=1.0, worth_coef=0.0))
-        self.ppo = PPO(2 * num_blocks, num_blocks**2, 1.0, generator)
+    def __init__(self, num_blocks: int, generator: torch.Generator, config: PPOConfig) -> None:
+        Policy.__init__(self, num_blocks, generator)
+        self.ppo = PPO(2 * num_blocks, num_blocks**2, config.gamma, generator)
 
     def choose(self, state: PolicyState) -> Action:
         empty = state.counts() == 0

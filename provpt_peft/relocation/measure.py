@@ -127,15 +127,16 @@ def taylor(measurement: Measurement) -> Idleness:
 def exact(measurement: Measurement) -> Idleness:
     """Eq. 4 itself: the loss minus the loss without each prompt. N + 1 forward passes; errors are over batches."""
     tuner, name, blocks = measurement.tuner, measurement.adapter_name, measurement.blocks()
-    scores = torch.full((len(measurement.losses()), len(blocks)), torch.nan, dtype=torch.float64)
+    with_all, mean_loss = measurement.losses(), measurement.loss
+    scores = torch.full((len(with_all), len(blocks)), torch.nan, dtype=torch.float64)
     for prompt in (blocks != 0).nonzero()[:, 0].tolist():
         tuner.move_prompt(prompt, 0, name)
         try:
-            scores[:, prompt] = -measurement.losses()
+            scores[:, prompt] = with_all - measurement.losses()
         finally:
             tuner.move_prompt(prompt, int(blocks[prompt]), name)
-    # Last, so that `measurement.loss` is that of the model as it stands.
-    return Idleness.mean_of(measurement.losses()[:, None] + scores)
+    measurement.loss = mean_loss  # that of the model as it stands
+    return Idleness.mean_of(scores)
 
 
 SCORES: dict[str, Score] = {"fisher": fisher, "taylor": taylor, "exact": exact}

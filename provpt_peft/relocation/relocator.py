@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,17 +88,17 @@ class Relocator:
         self.metrics: dict[str, float] = {}
         self.epoch = 0  # those (or periods) that have begun
         self.generator = torch.Generator().manual_seed(self.config.seed)
-        allocator = NaiveRL if self.config.adjust == "naive_rl" else self.config.allocator
-        self.policy = make_policy(allocator, self.tuner.num_blocks, self.config.ppo, self.generator)
+        ppo, naive = self.config.ppo, self.config.adjust == "naive_rl"
+        allocator = partial(NaiveRL, config=ppo) if naive else self.config.allocator
+        self.policy = make_policy(allocator, self.tuner.num_blocks, ppo, self.generator)
         # Moves whose reward is not known yet.
         self._pending: list[tuple[Relocation, Action]] = []
         # Within a relocation: the scores, without those of prompts that have gone to another block.
         self._scores = torch.empty(0)
 
     def relocate(self, progress: float = 0.0) -> list[Relocation]:
-        """Reward the last moves, prune the most idle prompts and allocate them. Call it before each epoch.
-
-        Before the first `warmup_epochs` epochs nothing moves.
+        """Reward the last moves, prune the most idle prompts and allocate them. Call it before each epoch; before the
+        first `warmup_epochs` epochs nothing moves.
 
         Args:
             progress: The share of training that is done, 0 … 1. Only `settle` looks at it.

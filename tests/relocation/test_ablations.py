@@ -92,6 +92,12 @@ def test_naive_rl_takes_prompts_from_the_block_that_it_chose():
     assert (record.from_block, record.block) == (chosen[0].memory["source"], chosen[0].block)
 
 
+def test_naive_rl_has_the_discount_of_the_config():
+    for gamma in (0.0, 1.0):
+        _, relocator = relocator_of(prompted()[0], adjust="naive_rl", ppo={"gamma": gamma})
+        assert relocator.policy.ppo.gamma == gamma
+
+
 def test_random_pruning_takes_any_prompt():
     pruned = set()
     for seed in range(40):

@@ -222,7 +222,7 @@ def test_ppo_learns_the_one_good_block(worth_coef, monkeypatch):
 
 
 def test_naive_rl_never_takes_from_an_empty_block():
-    policy = NaiveRL(3, generator())
+    policy = NaiveRL(3, generator(), PPOConfig())
     actions = []
     for i in range(60):
         action = policy.choose(state_of())
@@ -234,14 +234,14 @@ def test_naive_rl_never_takes_from_an_empty_block():
 
 @pytest.mark.parametrize(("action", "source", "block"), [(0, 1, 1), (1, 1, 2), (3, 2, 1), (5, 2, 3), (8, 3, 3)])
 def test_naive_rl_s_actions_are_pairs(action, source, block, monkeypatch):
-    policy = NaiveRL(3, generator())
+    policy = NaiveRL(3, generator(), PPOConfig())
     monkeypatch.setattr(policy.ppo, "act", lambda state, offset: (action, {}))
     action = policy.choose(state_of())
     assert (action.memory["source"], action.block) == (source, block)
 
 
 def test_naive_rl_s_mask_is_over_sources():
-    memory = NaiveRL(3, generator()).choose(state_of()).memory
+    memory = NaiveRL(3, generator(), PPOConfig()).choose(state_of()).memory
     assert (memory["offset"] < -1e6).tolist() == [False] * 6 + [True] * 3
     assert memory["state"].shape == (6,)
 

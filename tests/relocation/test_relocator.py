@@ -208,6 +208,18 @@ def test_exact_is_the_change_of_the_loss_from_removal():
     assert model.training
 
 
+def test_exact_scores_take_a_pass_for_each_prompt_and_one_more():
+    model, _ = prompted()
+    passes = []
+
+    def counted(model, batch):
+        passes.append(None)
+        return model(**batch).loss
+
+    Relocator(model, RelocationConfig(idleness="exact"), score_batches=batches(1), compute_loss=counted).measure()
+    assert len(passes) == 12 + 1
+
+
 def test_measuring_leaves_gradients_modes_and_random_numbers_alone():
     model = tiny.prompted(tiny.make("vit"), prompt_dropout=0.5)
     relocator = Relocator(model, RelocationConfig(), score_batches=batches())
