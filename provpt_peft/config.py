@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar
 
+import numpy as np
 from peft.config import PeftConfig
 from peft.utils import PeftType
 from peft.utils.constants import DUMMY_TARGET_MODULES
@@ -15,6 +17,7 @@ from .version import __version__
 
 
 _MOST_BLOCKS = 10_000  # no backbone has more; a file that says so is broken
+_FILLED_IN = ("num_blocks", "id2label", "problem_type", "training")
 _PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
 
 
@@ -143,6 +146,10 @@ class ProVPTConfig(PeftConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # As they come back from a file.
+        for setting in fields(self):
+            if setting.name in ProVPTConfig.__annotations__:
+                setattr(self, setting.name, plain(getattr(self, setting.name)))
         self.peft_type = PeftType.PROVPT
         self.provpt_version = self.provpt_version or __version__
         if self.task_type is not None:
@@ -159,7 +166,10 @@ class ProVPTConfig(PeftConfig):
         blocks, modules = self.num_blocks, self.modules_to_save
         for name, valid, rule, instead in (
             ("reserve", _is_count(self.reserve), "a whole number from 0 on", "Use 0 for none."),
-            ("prompt_dropout", 0.0 <= self.prompt_dropout < 1.0, "in [0, 1)", "Use 0.0 to switch it off."),
+            ("prompt_dropout", _is_share(self.prompt_dropout), "in [0, 1)", "Use 0.0 to switch it off."),
+            ("backbone_dropout", isinstance(self.backbone_dropout, bool), "True or False", "Leave it out for False."),
+            ("shallow", isinstance(self.shallow, bool), "True or False", "Leave it out for False."),
+            ("backbone", isinstance(self.backbone, dict | None), "a dict", DESCRIBE_YOUR_OWN),
             ("training", isinstance(self.training, dict | None), "a dict that the relocator wrote", "Leave it out."),
             (
                 "num_blocks",
@@ -190,10 +200,22 @@ class ProVPTConfig(PeftConfig):
         # Not fields: they are not saved. transformers' own names are no names.
         self._labels_given = any(name != f"LABEL_{index}" for index, name in (self.id2label or {}).items())
         self._problem_type_given = self.problem_type is not None
+        self._as_given: dict[str, Any] | None = None
+
+    def for_a_model(self) -> ProVPTConfig:
+        """The config for an adapter that is made now: this object, as PEFT keeps it, or, where it is another adapter's
+        already, a copy of it without what that adapter's model has filled in."""
+        if self._as_given is None:
+            self._as_given = {name: getattr(self, name) for name in _FILLED_IN}
+            return self
+        config = copy.copy(self)
+        for name, value in self._as_given.items():
+            setattr(config, name, value)
+        config._as_given = None
+        return config.for_a_model()
 
     def _check_num_prompts(self) -> None:
-        if isinstance(self.num_prompts, (list, tuple)):
-            self.num_prompts = list(self.num_prompts)
+        if isinstance(self.num_prompts, list):
             valid = all(map(_is_count, self.num_prompts)) and sum(self.num_prompts) > 0
             rule = "as a list must hold whole numbers from 0 on, not all of them 0"
         else:
@@ -241,5 +263,18 @@ class ProVPTConfig(PeftConfig):
             ProVPTConfig.after_save(save_directory, self, kwargs.get("auto_mapping_dict"))
 
 
+def plain(value: Any) -> Any:
+    """A setting as JSON has it: Python's numbers instead of NumPy's, lists instead of tuples and sets."""
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple, set, np.ndarray)):
+        return [plain(item) for item in value]
+    return value.item() if isinstance(value, np.generic) else value
+
+
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_share(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0.0 <= value < 1.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -22,6 +22,9 @@ from .config import BackboneFamily, ProVPTConfig
 from .evaluation import switch_randomness
 from .prompts import PromptBank, init_bound
 from .registration import PREFIX
+
+
+logger = logging.getLogger(__name__)
 
 
 class ProVPTModel(BaseTuner):
@@ -62,7 +65,7 @@ class ProVPTModel(BaseTuner):
         Raises:
             ValueError: If there is no such adapter.
         """
-        return self.bank.provpt_prompt_blocks[self._adapter(adapter_name)].clone()
+        return self.bank.blocks(self._adapter(adapter_name))
 
     def prompt_distribution(self, adapter_name: str | None = None) -> list[int]:
         """The number of prompts in each of the L blocks, by `prompt_blocks`. Undistributed ones are in none."""
@@ -121,8 +124,7 @@ class ProVPTModel(BaseTuner):
             ValueError: If the model has no known blocks, or another PEFT method in it; if the config does not fit its
                 blocks; or if the adapter's name cannot be used. The model is then as it was.
         """
-        # A copy: PEFT keeps the object it is given, which may be given to other models too.
-        config = self.peft_config[adapter_name] = copy.copy(self.peft_config[adapter_name])
+        config = self.peft_config[adapter_name] = self.peft_config[adapter_name].for_a_model()
         first = "bank" not in self._modules
         if first:
             check_unadapted(model)
@@ -161,6 +163,9 @@ class ProVPTModel(BaseTuner):
         self.bank = PromptBank(widths, init_bound(self.patch_size, max(widths)), reference=norms[0])
         self.bank.train(model.training)
         self.blocks = [PromptedBlock(*parts, self.bank, number) for number, parts in enumerate(found, start=1)]
+        self._calls = 0  # of the model around this one that are under way
+        self._call_check = model.register_forward_pre_hook(self._check_call)
+        self.register_load_state_dict_pre_hook(ProVPTModel._check_whole)
         self.shallow = ShallowPrompts(self.blocks[0].block, self.blocks[-1].block, self.bank)
         self._checkpointing = CheckpointInputs(around, self.bank)
 
@@ -217,7 +222,11 @@ class ProVPTModel(BaseTuner):
         self._set_backbone_dropout()
 
     set_requires_grad = tuners_utils.set_requires_grad
-    _cast_adapter_dtype = tuners_utils.cast_adapter_dtype
+
+    def _cast_adapter_dtype(self, adapter_name: str, autocast_adapter_dtype: bool = True) -> None:
+        # The Trainer loads its checkpoints into the adapter with PEFT's default: what the adapter was made with holds.
+        autocast = self.bank.autocast.setdefault(adapter_name, autocast_adapter_dtype)
+        tuners_utils.cast_adapter_dtype(self, adapter_name, autocast)
 
     def _enable_adapter_layers(self, enabled: bool = True) -> None:
         for module in self.modules():
@@ -233,14 +242,48 @@ class ProVPTModel(BaseTuner):
                 "PROVPT cannot use different adapters for the images of one batch (`adapter_names`). "
                 "Run one batch for each adapter, switching with `set_adapter`."
             )
-        yield
+        self._calls += 1
+        try:
+            yield
+        finally:
+            self._calls -= 1
+
+    def _check_call(self, model: nn.Module, args: tuple[Any, ...]) -> None:
+        """Say so once where the base model is trained instead of the model around it: its own parameters are without
+        the prompts, so an optimizer of them trains the head only."""
+        if self._calls or not (model.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
+            return
+        adapter = self.bank.enabled_adapter
+        if adapter is not None and self.bank.provpt_prompts[adapter].requires_grad:
+            self._call_check.remove()
+            logger.warning(
+                "A %s with prompts in it was called in training mode by itself. Its parameters do not contain the "
+                "prompts: an optimizer of them does not train these. Give the Trainer, or your loop, the model that "
+                "`get_peft_model` returned.",
+                type(model).__name__,
+            )
+
+    @staticmethod
+    def _check_whole(module: ProVPTModel, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+        """Refuse prompts without their blocks, as in a file of all that has `requires_grad`: with `strict=False` they
+        would stand where the model's own prompts happen to be."""
+        prompts, blocks = (f"{prefix}bank.{container}." for container in ("provpt_prompts", "provpt_prompt_blocks"))
+        for adapter_name in module.peft_config:
+            if prompts + adapter_name in state_dict and blocks + adapter_name not in state_dict:
+                raise ValueError(
+                    f"Prompts must be loaded with their blocks, but the state dict has {prompts + adapter_name!r} "
+                    f"and no {blocks + adapter_name!r}. Save with `save_pretrained`, or every tensor with `provpt_` "
+                    "in its name. If no prompt has ever moved, add the missing tensor from `model.state_dict()`."
+                )
 
     @classmethod
     def _get_adapter_state_dict(
         cls, model: nn.Module, config: ProVPTConfig, adapter_name: str, *args: Any, **kwargs: Any
     ) -> dict[str, Tensor]:
+        bank = _tuner(model).bank
         selected = super()._get_adapter_state_dict(model, config, adapter_name, *args, **kwargs)
-        _tuner(model).bank.check(adapter_name, selected)
+        selected = {key: bank.for_file(key, tensor) for key, tensor in selected.items()}
+        bank.check(adapter_name, selected)
         # The config is written after the tensors. transformers sets the kind of labels in the first training step.
         config.remember_labels(_tuner(model).model)
         return selected
@@ -249,15 +292,16 @@ class ProVPTModel(BaseTuner):
     def _remap_adapter_state_dict_for_load(
         cls, model: nn.Module, config: ProVPTConfig, adapter_name: str, state_dict: dict[str, Tensor]
     ) -> dict[str, Tensor]:
+        bank = _tuner(model).bank
         remapped = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
-        _tuner(model).bank.check(adapter_name, remapped)
+        bank.check(adapter_name, remapped)
         surplus = sorted(set(remapped) - set(model.state_dict()))
         if surplus:
             raise ValueError(
                 f"An adapter's file must hold no tensors but those of the adapter, got {surplus} as well. An adapter "
                 "only fits the backbone and config it was made with; save it anew."
             )
-        return remapped
+        return {key: bank.from_file(key, tensor) for key, tensor in remapped.items()}
 
     def unload(self) -> nn.Module:
         """Take the prompts out and return the base model. As in PEFT, modules of `modules_to_save` are the active
@@ -268,7 +312,7 @@ class ProVPTModel(BaseTuner):
         return model
 
     def _remove_blocks(self) -> None:
-        hooked: list[Any] = [*self.blocks, self.shallow, self._checkpointing]
+        hooked: list[Any] = [*self.blocks, self.shallow, self._checkpointing, self._call_check]
         for part in hooked:
             part.remove()
 

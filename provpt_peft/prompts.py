@@ -15,8 +15,15 @@ from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch._dynamo.decorators import mark_unbacked
+from torch.nn import functional as F
 
 from .gates import Gates
+
+
+_WRITTEN_WHILE_COMPILED = (
+    "The prompts' blocks were written into the model's buffers, which a compiled model does not notice. Move prompts "
+    "by `move_prompt`, load them by `load_state_dict`, or run the model once without compilation after the change."
+)
 
 
 def init_bound(patch_size: int | Sequence[int], hidden_size: int) -> float:
@@ -65,9 +72,11 @@ def check_prompts(
 class PromptBank(nn.Module, BaseTunerLayer):
     """All prompts of all PROVPT adapters of a model.
 
-    An adapter has one parameter of shape (N, D) and one int64 buffer of shape (N,) that holds the block of each
-    prompt, 1 … L, or 0 for undistributed (paper, Sec. 3.1). A move writes one number into the buffer, rows stay where
-    they are, so an optimizer keeps the same parameter and checkpoints keep their shapes.
+    An adapter has one parameter of shape (N, D) and one buffer of shape (N, 1 + L) that holds the block of each
+    prompt, 1 … L, or 0 for undistributed (paper, Sec. 3.1), one-hot. A move writes one row of the buffer, rows stay
+    where they are, so an optimizer keeps the same parameter and checkpoints keep their shapes. One-hot, because many
+    helpers average all of a state dict: an average of block numbers is another block, an average of rows says where
+    the prompt stood most. Files hold the numbers, int64 (N,).
 
     Args:
         widths: Hidden size of each block, in forward order. A prompt in a block of width D_i uses the first D_i
@@ -90,13 +99,15 @@ class PromptBank(nn.Module, BaseTunerLayer):
         self.provpt_prompts = nn.ParameterDict()
         self.provpt_prompt_blocks = BufferDict(persistent=True)
         self.dropout: dict[str, float] = {}
+        # Whether an adapter's prompts are float32 beside a backbone of half precision.
+        self.autocast: dict[str, bool] = {}
         # Names of the adapters whose prompts enter at the first block only, as tokens.
         self.shallow: set[str] = set()
         # A tuple hides the module from `nn.Module`, which would make it a child of the bank.
         self._reference = (reference,)
+        # What was read from an adapter's buffer: the block of each prompt, and the prompts of each block.
+        self._read: dict[str, Tensor] = {}
         self._rows: dict[str, list[Tensor | None]] = {}
-        # The buffer that an adapter's `_rows` were read from, and PyTorch's count of its changes then.
-        self._read: dict[str, tuple[int, int | None]] = {}
         # While scores are measured: what the blocks pass their prompts through.
         self.gates: Gates | None = None
         # Within `keep`: keys and values by adapter, block, dtype and device.
@@ -112,7 +123,7 @@ class PromptBank(nn.Module, BaseTunerLayer):
         start = [block for block, count in enumerate(distribution, start=1) for _ in range(count)] + [0] * reserve
         prompts = torch.empty(len(start), max(self.widths), device=like.device, dtype=like.dtype)  # (N, D)
         self.provpt_prompts[adapter_name] = nn.Parameter(prompts.uniform_(-self.bound, self.bound))
-        self.provpt_prompt_blocks[adapter_name] = torch.tensor(start, dtype=torch.int64, device=like.device)  # (N,)
+        self.provpt_prompt_blocks[adapter_name] = self.one_hot(torch.tensor(start, device=like.device))
         self.dropout[adapter_name] = dropout
         if shallow:
             self.shallow.add(adapter_name)
@@ -122,7 +133,7 @@ class PromptBank(nn.Module, BaseTunerLayer):
         """Remove an adapter's prompts; the next adapter becomes active if this one was."""
         super().delete_adapter(adapter_name)
         self.shallow.discard(adapter_name)
-        for of_adapters in (self.dropout, self._rows, self._read):
+        for of_adapters in (self.dropout, self._rows, self._read, self.autocast):
             of_adapters.pop(adapter_name, None)
         self._forget()
 
@@ -132,12 +143,16 @@ class PromptBank(nn.Module, BaseTunerLayer):
         active: Any = self.active_adapters
         return active[0] if active and not self.disable_adapters else None
 
+    def one_hot(self, blocks: Tensor) -> Tensor:
+        """The buffer, float32 (N, 1 + L), of blocks (N,), 0 … L."""
+        return F.one_hot(blocks, 1 + self.num_blocks).float()
+
+    def blocks(self, adapter_name: str) -> Tensor:
+        """d_k: the block of each prompt, int64 of shape (N,), 1 … L or 0 for undistributed."""
+        return self.provpt_prompt_blocks[adapter_name].argmax(dim=1)
+
     def rows(self, adapter_name: str, block: int) -> Tensor | None:
         """Indices of the prompts in a block (0 … L), int64 of shape (n,), in ascending order. None if it has none."""
-        # Weight averaging, for one, writes into all buffers of a copy of the model.
-        readable = not (torch.compiler.is_compiling() or _transformed())
-        if readable and self._read[adapter_name] != self._state_of_buffer(adapter_name):
-            self._index(adapter_name)
         return self._rows[adapter_name][block]
 
     @contextmanager
@@ -164,26 +179,36 @@ class PromptBank(nn.Module, BaseTunerLayer):
         if self._kept is not None:
             self._kept.clear()
 
+    def read(self) -> None:
+        """Bring `rows` up to date with the enabled adapter's buffer. The first block calls it in each forward pass:
+        averages and optimizers' helpers write into buffers too, and a write through `.data` leaves no trace but the
+        numbers. A shape that depends on them cannot be compiled: compiled graphs check them and fail."""
+        adapter = self.enabled_adapter
+        if adapter is None or adapter not in self._read:
+            return
+        if torch.compiler.is_compiling():
+            if not torch.compiler.is_exporting():
+                same = (self.blocks(adapter) == self._read[adapter]).all()
+                torch._assert_async(same, _WRITTEN_WHILE_COMPILED)
+        elif not (_transformed() or torch.jit.is_tracing() or torch.equal(self._read[adapter], self.blocks(adapter))):
+            self._index(adapter)
+
+    @torch.inference_mode(False)  # training cannot use tensors that were made in inference mode
     def _index(self, adapter_name: str) -> None:
-        """Read an adapter's buffer into `rows`. Only done after a change of the buffer, so that a forward pass neither
-        synchronises with the device nor has a shape that depends on data."""
+        """Read an adapter's buffer into `rows`, so that a forward pass has no shape that depends on data."""
         self._forget()
         buffer = self.provpt_prompt_blocks[adapter_name]
-        self._read[adapter_name] = self._state_of_buffer(adapter_name)
         if buffer.device.type == "meta":
             return
-        by_block: list[list[int]] = [[] for _ in range(self.num_blocks + 1)]
-        for prompt, block in enumerate(buffer.tolist()):
+        blocks = self.blocks(adapter_name)
+        by_block: list[list[int]] = [[] for _ in range(1 + self.num_blocks)]
+        for prompt, block in enumerate(blocks.tolist()):
             by_block[block].append(prompt)
-        self._rows[adapter_name] = [torch.tensor(rows, device=buffer.device) if rows else None for rows in by_block]
-        for rows in self._rows[adapter_name]:
+        found = [torch.tensor(rows, device=buffer.device) if rows else None for rows in by_block]
+        for rows in found:
             if rows is not None:
                 mark_unbacked(rows, 0, min=1)  # one compiled graph for any number of prompts but 0
-
-    def _state_of_buffer(self, adapter_name: str) -> tuple[int, int | None]:
-        """Which buffer it is, and how often it was written to where PyTorch counts it."""
-        buffer = self.provpt_prompt_blocks[adapter_name]
-        return id(buffer), None if buffer.is_inference() else buffer._version
+        self._rows[adapter_name], self._read[adapter_name] = found, blocks
 
     def _index_all(self, *args: object) -> None:
         for adapter_name in self.provpt_prompt_blocks:
@@ -210,8 +235,19 @@ class PromptBank(nn.Module, BaseTunerLayer):
                 f"Prompts of VPT-Shallow stay at the first block, so prompt {prompt} of {adapter_name!r} cannot move "
                 f"to block {block}. Make the adapter with `shallow=False` to relocate its prompts."
             )
-        buffer[prompt] = block
+        buffer[prompt] = self.one_hot(torch.tensor(block)).to(buffer)
         self._index(adapter_name)
+
+    def for_file(self, key: str, tensor: Tensor) -> Tensor:
+        """An adapter's tensor as files have it: the numbers of the blocks instead of the one-hot buffer."""
+        return tensor.argmax(dim=1) if self._is_buffer(key) and tensor.shape[1:] == (1 + self.num_blocks,) else tensor
+
+    def from_file(self, key: str, tensor: Tensor) -> Tensor:
+        """What `for_file` was given."""
+        return self.one_hot(tensor) if self._is_buffer(key) else tensor
+
+    def _is_buffer(self, key: str) -> bool:
+        return any(f"{container}." in key for container in self.other_param_names)
 
     def check(self, adapter_name: str, tensors: Mapping[str, Tensor]) -> None:
         """Check an adapter's tensors on their way to or from a file, before any of them is written anywhere."""

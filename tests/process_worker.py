@@ -18,6 +18,7 @@ from training import every_prompt_idle, readable
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from provpt_peft import ProVPTModel, RelocationTrainerCallback
+from provpt_peft.relocation import first_batches
 
 
 SCENARIOS = {
@@ -152,12 +153,28 @@ def fsdp_on_cpu():
         AcceleratorState.__init__ = init
 
 
+class UnreadableByTheFirst(Images):
+    def __getitem__(self, index):
+        if PartialState().is_main_process:
+            raise OSError("no such disk")
+        return super().__getitem__(index)
+
+
+def failure_of_reading():
+    """What each process is told where the first one cannot read the images for scores."""
+    try:
+        first_batches(torch.utils.data.DataLoader(UnreadableByTheFirst(), batch_size=4), 8)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
 def main():
     folder, scenarios = Path(sys.argv[1]), sys.argv[2:]
     torch.set_num_threads(1)
     for scenario in scenarios:
         outcome = train(scenario, folder / scenario, batch_size=4)
         (folder / f"{scenario}-{torch.distributed.get_rank()}.json").write_text(json.dumps(outcome))
+    (folder / f"failure-{torch.distributed.get_rank()}.json").write_text(json.dumps(failure_of_reading()))
     torch.distributed.destroy_process_group()
 
 

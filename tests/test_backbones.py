@@ -138,7 +138,7 @@ def test_only_the_vision_side_of_a_dual_model(prefix):
     assert torch.equal(prompted.text_embeds, plain.text_embeds)
     assert not torch.allclose(prompted.image_embeds, plain.image_embeds)
     text = getattr(transformers, f"{prefix}TextModel")(base.config.text_config)
-    with pytest.raises(ValueError, match=f"found none in {prefix}TextModel"):
+    with pytest.raises(ValueError, match=f"every {prefix}EncoderLayer of the {prefix}TextModel is in a module that"):
         get_peft_model(text, ProVPTConfig())
 
 
@@ -282,6 +282,49 @@ def test_unknown_model_names_the_known_families_and_the_way_out():
     with pytest.raises(ValueError, match=r"ViT, DeiT, .*, DINOv2, .*Swin V2.*ProVPTConfig.backbone="):
         get_peft_model(model, ProVPTConfig())
     assert set(model.state_dict()) == before
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (
+            "k_proj",
+            r"those of transformers .* Missing in ViTLayer: key='attention.k_proj'\. The block has \[.*renamed",
+        ),
+        (None, "every CLIPEncoderLayer of the CLIPTextModel is in a module that is left out: CLIPTextModel"),
+    ],
+)
+def test_a_known_class_that_cannot_be_used_says_why(part, message):
+    if part is None:
+        config = transformers.CLIPTextConfig(
+            hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=8
+        )
+        model = transformers.CLIPTextModel(config)
+    else:
+        model = tiny.make("vit")
+        for block in tiny.blocks(model):
+            block.attention.renamed = block.attention._modules.pop(part)
+    with pytest.raises(ValueError, match=message):
+        get_peft_model(model, ProVPTConfig())
+
+
+class TeacherAndStudent(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.teacher, self.student = tiny.make("vit"), tiny.make("vit")
+
+    def forward(self, pixel_values, labels=None):
+        return self.student(pixel_values=pixel_values, labels=labels)
+
+
+def test_models_with_several_vision_towers_are_refused():
+    both = TeacherAndStudent()
+    config = ProVPTConfig(num_prompts=2, modules_to_save=["student.classifier"])
+    message = r"one vision model, but the TeacherAndStudent has several: 'teacher.vit', 'student.vit'"
+    with pytest.raises(ValueError, match=message):
+        get_peft_model(both, config)
+    both.student = get_peft_model(both.student, ProVPTConfig(num_prompts=2))
+    assert not hasattr(tiny.blocks(both.teacher)[0].attention, "provpt_block")
 
 
 class MyLayer(transformers.models.vit.modeling_vit.ViTLayer):

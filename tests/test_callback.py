@@ -10,6 +10,7 @@ import PIL.Image
 import pytest
 import tiny
 import torch
+from peft import PeftModel
 from torch.nn import functional as F
 from training import (
     STEPS_AN_EPOCH,
@@ -208,12 +209,31 @@ def test_best_checkpoint_of_a_model_around_the_adapter(tmp_path):
     assert callback.run().epochs == 2
 
 
-def test_training_again_starts_afresh(tmp_path):
+def test_training_again_goes_on_with_the_record(tmp_path):
     trainer, callback = trained(tmp_path, config=moving(), num_train_epochs=2)
-    first = callback.history
     trainer.train()
-    assert callback.history is not first
-    assert [record.epoch for record in callback.history] == [1]
+    # Each run has its own epoch without a move.
+    assert [record.epoch for record in callback.history] == [1, 3]
+    record = trainer.model.peft_config["default"].training
+    assert record["epochs"] == 4
+    assert record["history"] == [asdict(move) for move in callback.history]
+    over_time = callback.run().over_time()
+    assert over_time[0] == [3, 3, 3, 3] != over_time[1] == over_time[2]
+    assert over_time[3] == trainer.model.base_model.prompt_distribution()
+
+
+def test_what_is_pruned_for_good_is_pruned_once_however_often_one_trains(tmp_path):
+    config = every_epoch(adjust="prune", prune_share=0.5)
+    trainer, _ = trained(tmp_path, config=config, num_train_epochs=2)
+    pruned = trainer.model.base_model.prompt_distribution()
+    assert sum(pruned) == 6
+    trainer.train()
+    assert trainer.model.base_model.prompt_distribution() == pruned
+    # Nor by the next one who trains it.
+    trainer.save_model(str(tmp_path / "adapter"))
+    model = PeftModel.from_pretrained(tiny.make("vit"), tmp_path / "adapter", is_trainable=True)
+    again, _ = trained(tmp_path, config=config, num_train_epochs=2, model=model)
+    assert again.model.base_model.prompt_distribution() == pruned
 
 
 # ---- bad input ------------------------------------------------------------------------------------------------------
@@ -330,6 +350,31 @@ def test_reporters_with_histograms_of_their_own():
     assert logged["relocation/distribution"].np_histogram == ([2, 0, 1], [0.5, 1.5, 2.5, 3.5])
 
 
+def test_metrics_of_a_run_that_resumes_at_its_last_step(tmp_path):
+    settings = dict(num_train_epochs=1, save_strategy="epoch", eval_strategy="epoch")
+    trainer, _ = trained(tmp_path, **settings)
+    metrics = trainer.model.peft_config["default"].training["metrics"]
+    resumed, _ = trained(tmp_path, resume_from_checkpoint=str(tmp_path / f"checkpoint-{STEPS_AN_EPOCH}"), **settings)
+    assert resumed.model.peft_config["default"].training["metrics"] == metrics != {}
+
+
+def test_a_score_of_one_s_own_cannot_be_restored_by_its_name(tmp_path):
+    settings = dict(config=moving(), save_strategy="epoch")
+    trained(tmp_path, **settings)
+    checkpoint = str(tmp_path / f"checkpoint-{STEPS_AN_EPOCH}")
+    with pytest.raises(ValueError, match=r"got 'every_prompt_idle'.*Leave `restore_callback_states_from"):
+        trained(tmp_path, resume_from_checkpoint=checkpoint, restore_callback_states_from_checkpoint=True, **settings)
+    trained(tmp_path, resume_from_checkpoint=checkpoint, **settings)
+
+
+@pytest.mark.parametrize("name", ["default", "eyes"])
+def test_the_last_model_in_place_of_the_best_is_said(tmp_path, caplog, name):
+    model = tiny.prompted(tiny.make("vit"), adapter_name=name)
+    settings = dict(load_best_model_at_end=True, save_strategy="epoch", eval_strategy="epoch", num_train_epochs=1)
+    trained(tmp_path, model=model, **settings)
+    assert ("at the end it keeps the last weights of 'eyes'" in caplog.text) == (name == "eyes")
+
+
 def test_metrics_that_are_no_numbers_are_not_kept(tmp_path):
     def compute_metrics(prediction):
         return {"accuracy": 0.5, "accuracy_of_classes": [0.25, 0.75], "missing": None}
@@ -345,7 +390,9 @@ def test_metrics_that_are_no_numbers_are_not_kept(tmp_path):
 def test_evaluation_does_not_touch_the_scores(tmp_path):
     # Without dropout: a data loader draws from the generator that dropout draws from.
     def run(**settings):
-        return outcome(*trained(tmp_path, config=every_epoch(), model=tiny.prompted(tiny.make("vit")), **settings))
+        trainer, callback = trained(tmp_path, config=every_epoch(), model=tiny.prompted(tiny.make("vit")), **settings)
+        callback._saved["attributes"]["saved"]["metrics"] = {}
+        return outcome(trainer, callback)
 
     assert_equal(run(eval_strategy="steps", eval_steps=2), run())
 

@@ -1,6 +1,9 @@
 import json
 
+import numpy as np
 import pytest
+import tiny
+from peft import get_peft_model
 
 from provpt_peft import PPOConfig, ProVPTConfig, RelocationConfig
 from provpt_peft.relocation.config import PRESETS
@@ -25,12 +28,65 @@ from provpt_peft.relocation.config import PRESETS
         (dict(num_blocks=0), r"`num_blocks` must be a whole number from 1 to 10000, got 0"),
         (dict(num_blocks=10**9), r"`num_blocks` must be a whole number from 1 to 10000, got 1000000000"),
         (dict(num_blocks="4"), r"`num_blocks` must be a whole number from 1 to 10000, got '4'"),
+        (dict(prompt_dropout="0.1"), r"`prompt_dropout` must be in \[0, 1\), got '0.1'"),
+        (dict(prompt_dropout=True), r"`prompt_dropout` must be in \[0, 1\), got True"),
+        (dict(shallow="no"), r"`shallow` must be True or False, got 'no'"),
+        (dict(backbone_dropout=1), r"`backbone_dropout` must be True or False, got 1"),
+        (dict(backbone="MyLayer"), r"`backbone` must be a dict, got 'MyLayer'"),
         (dict(backbone={"block": "MyLayer"}), r"missing: \['attention', 'key', 'norm', 'value'\], unknown: \[\]"),
     ],
 )
 def test_bad_adapter_settings(settings, message):
     with pytest.raises(ValueError, match=message):
         ProVPTConfig(**settings)
+
+
+MINE = {"block": "B", "attention": "a", "norm": "n", "key": "a.k", "value": "a.v"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "plain"),
+    [
+        (dict(num_prompts=np.int64(3)), dict(num_prompts=3)),
+        (dict(num_prompts=(1, np.int32(0))), dict(num_prompts=[1, 0])),
+        (dict(num_prompts=np.array([1, 0])), dict(num_prompts=[1, 0])),
+        (dict(reserve=np.int8(2), prompt_dropout=np.float32(0.5)), dict(reserve=2, prompt_dropout=0.5)),
+        (dict(shallow=np.True_, backbone_dropout=np.False_), dict(shallow=True, backbone_dropout=False)),
+        (dict(modules_to_save=("classifier",)), dict(modules_to_save=["classifier"])),
+        (dict(backbone=MINE | {"not_in": ("Text",)}), dict(backbone=MINE | {"not_in": ["Text"]})),
+    ],
+)
+def test_adapter_settings_are_kept_as_a_file_has_them(tmp_path, settings, plain):
+    config = ProVPTConfig(**settings)
+    given = {name: getattr(config, name) for name in plain}
+    assert json.dumps(given) == json.dumps(plain)
+    config.save_pretrained(tmp_path)
+    assert ProVPTConfig.from_pretrained(tmp_path) == config
+
+
+def test_an_adapter_s_own_file_fits_beside_it(tmp_path):
+    """The description of a backbone has come back from JSON, where there are no tuples."""
+    description = {
+        "block": "ViTLayer", "attention": "attention", "norm": "layernorm_before", "key": "attention.k_proj",
+        "value": "attention.v_proj", "not_in": ("Text",),
+    }  # fmt: skip
+    model = get_peft_model(tiny.make("vit"), ProVPTConfig(num_prompts=np.int64(2), backbone=description))
+    model.save_pretrained(tmp_path)
+    model.load_adapter(tmp_path, "again")
+    assert model.base_model.prompt_distribution("again") == [2] * 4
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(score_images=np.int64(8), relocate_every=np.int64(2), settle=np.float64(0.25), seed=np.int64(1)),
+        dict(ppo=PPOConfig(gamma=np.float32(0.5), worth_coef=np.int64(1))),
+        dict(prompts_per_relocation=np.int64(2), warmup_epochs=np.int64(2), prune_share=np.float64(0.5)),
+    ],
+)
+def test_relocation_settings_of_numpy_can_be_recorded(settings):
+    config = RelocationConfig(**settings)
+    assert RelocationConfig(**json.loads(json.dumps(config.settings()))) == config
 
 
 @pytest.mark.parametrize(

@@ -353,7 +353,7 @@ HOSTILE = {
         r"config.json: `peft_type` must be 'PROVPT', got 'LORA'. Load adapters of other",
     ),
     "bad setting": (settings(num_prompts=0), r"config.json: `num_prompts` must be at least 1, got 0"),
-    "setting of a wrong type": (settings(prompt_dropout="high"), r"config.json: .*not supported between"),
+    "setting of a wrong type": (settings(prompt_dropout="high"), r"config.json: .*must be in"),
     "no tensors": (
         lambda folder: (folder / "adapter_model.safetensors").unlink(),
         r"model.safetensors: weights are only read from this file, got none. Save the adapter anew",

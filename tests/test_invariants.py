@@ -204,7 +204,7 @@ def test_a_functional_call_with_other_blocks():
     model = tiny.prompted(tiny.make("vit")).eval()
     name = "base_model.bank.provpt_prompt_blocks.default"
     blocks = model.state_dict()[name].clone()
-    blocks[0] = 4
+    blocks[0] = torch.tensor([0, 0, 0, 0, 1])
     inputs = {"pixel_values": tiny.images()}
     before = model(**inputs).logits
     moved = torch.func.functional_call(model, {name: blocks}, (), inputs).logits

@@ -1,7 +1,10 @@
 """Adapters: save, load, switch, delete, unload, bad input, dropout, checkpointing."""
 
 import copy
+import logging
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import tiny
@@ -9,6 +12,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import Trainer, TrainingArguments
 
 from examples.research.prepended import prepend_prompts
 from provpt_peft import ProVPTConfig, Relocator
@@ -73,13 +77,18 @@ def test_adapter_with_a_list_of_prompts_is_refused_by_another_number_of_blocks(t
         PeftModel.from_pretrained(tiny.make("vit", num_hidden_layers=6), tmp_path)
 
 
-def test_the_number_of_blocks_is_saved_and_a_config_stays_that_of_no_model(tmp_path):
+def test_a_config_is_its_first_model_s_own_and_fits_others_too(tmp_path):
     config = ProVPTConfig(num_prompts=3)
-    get_peft_model(tiny.make("vit"), config).save_pretrained(tmp_path)
-    assert ProVPTConfig.from_pretrained(tmp_path).num_blocks == 4
-    assert config.num_blocks is None
+    first = get_peft_model(tiny.make("vit"), config)
+    # PEFT's own tests ask for the object.
+    assert first.peft_config["default"] is config
+    first.save_pretrained(tmp_path)
+    assert ProVPTConfig.from_pretrained(tmp_path).num_blocks == config.num_blocks == 4
+    config.training = dict(epochs=1)
     larger = get_peft_model(tiny.make("vit", num_hidden_layers=6), config)
     assert larger.base_model.prompt_distribution() == [3] * 6
+    assert larger.peft_config["default"].training is None
+    assert config.num_blocks == 4
     before = set(larger.state_dict())
     with pytest.raises(ValueError, match="it was made for 4 blocks, and the model has 6"):
         larger.load_adapter(tmp_path, "other")
@@ -204,16 +213,33 @@ def test_loading_a_second_adapter_leaves_the_first_one_s_trainability_alone(tmp_
     assert after["base_model.bank.provpt_prompts.other"] == second
 
 
-@pytest.mark.parametrize("name", ["provpt", "pt_", "", "a.b", "classifier", "layers", "0", "bank", "provpt_prompts"])
+@pytest.mark.parametrize(
+    "name", ["provpt", "pt_", "", "a.b", "classifier", "weight", "bank", "provpt_prompts", "modules_to_save"]
+)
 def test_adapter_names_that_peft_would_confuse_are_refused(name):
     # A second adapter called "classifier" would take the first one's head with it when that is saved.
-    rule = "must not be part of the prefix 'provpt_', contain a dot or be the name of a module"
+    rule = "must not be part of the prefix 'provpt_', contain a dot or be a name in the path of"
     with pytest.raises(ValueError, match=rule):
-        get_peft_model(tiny.make("vit"), ProVPTConfig(), adapter_name=name)
+        get_peft_model(tiny.make("vit"), ProVPTConfig(modules_to_save=["classifier"]), adapter_name=name)
     model = trained()
     with pytest.raises(ValueError, match=rule):
         model.add_adapter(name, ProVPTConfig())
     assert list(model.peft_config) == ["default"]
+
+
+def test_a_head_that_would_confuse_an_adapter_s_name():
+    model = get_peft_model(tiny.make("vit"), ProVPTConfig(), adapter_name="classifier")
+    with pytest.raises(ValueError, match=r"must not be .*got 'classifier'"):
+        model.add_adapter("other", ProVPTConfig(modules_to_save=["classifier"]))
+    assert list(model.peft_config) == ["classifier"]
+
+
+@pytest.mark.parametrize("name", ["layers", "vit", "attention", "0", "k_proj"])
+def test_adapters_that_are_named_like_modules(tmp_path, name):
+    model = trained(adapter_name=name)
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(tiny.make("vit"), tmp_path / name, adapter_name=name)
+    assert torch.equal(logits(loaded), logits(model))
 
 
 def test_adapters_whose_names_share_a_beginning(tmp_path):
@@ -360,6 +386,37 @@ def test_parts_that_prompts_pass_through_may_be_trained(tmp_path, parts):
     assert (ours - logits(plain)).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize("name", ["patch_embeddings", "classifier", "layernorm"])
+def test_a_module_that_peft_copies_does_not_bring_the_model_along(name):
+    def size(adapters):
+        model = tiny.prompted(tiny.make("vit"), modules_to_save=[name])
+        for number in range(adapters - 1):
+            model.add_adapter(f"adapter {number}", ProVPTConfig(num_prompts=3, modules_to_save=[name]))
+        return len(pickle.dumps(model)), model
+
+    (one, model), (five, _) = size(1), size(5)
+    saved = next(module for path, module in model.named_modules() if path.endswith(name))
+    own = sum(4 * parameter.numel() for parameter in saved.original_module.parameters())
+    prompts = 4 * model.base_model.prompts().numel()
+    # Names, shapes and strides come to a few kB; a copy of the model to 200.
+    assert (five - one) / 4 < own + prompts + 8_000
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_embeddings_that_are_trained_or_copied_under_checkpointing(use_reentrant):
+    model = tiny.prompted(tiny.make("vit"), modules_to_save=["patch_embeddings"]).train()
+    model.add_adapter("other", ProVPTConfig(num_prompts=3, prompt_dropout=0.0))
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    for clone in (model, copy.deepcopy(model)):
+        for adapter in ("default", "other"):
+            clone.set_adapter(adapter)
+            clone(pixel_values=tiny.images(), labels=tiny.labels()).loss.backward()
+            assert (clone.base_model.prompts().grad != 0).any(dim=1).all()
+            clone.zero_grad()
+    copied = copy.deepcopy(model)
+    assert copied.base_model._checkpointing.bank is copied.base_model.bank
+
+
 def test_failure_inside_peft_leaves_the_model_as_it_was(monkeypatch):
     def fail(*args, **kwargs):
         raise RuntimeError("inside PEFT")
@@ -493,6 +550,55 @@ def test_flash_function_finds_its_own_name():
     finally:
         del ALL_ATTENTION_FUNCTIONS._global_mapping["flash_stand_in"]
     assert seen == ["flash_stand_in"] * 4
+
+
+def test_forward_passes_at_the_same_time_through_flash_keep_their_prompts():
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    both = threading.Barrier(2, timeout=60)
+
+    def slow_flash(module, *args, **kwargs):
+        # Each pass is inside an attention while the other one is.
+        both.wait()
+        output = sdpa_attention_forward(module, *args, **kwargs)
+        both.wait()
+        return output
+
+    model = trained()
+    before = logits(model)
+    ALL_ATTENTION_FUNCTIONS.register("flash_stand_in", slow_flash)
+    try:
+        model.config._attn_implementation_internal = "flash_stand_in"
+        with ThreadPoolExecutor(2) as pool:
+            found = [future.result() for future in [pool.submit(logits, model) for _ in range(2)]]
+    finally:
+        del ALL_ATTENTION_FUNCTIONS._global_mapping["flash_stand_in"]
+    assert all(torch.equal(logits_of_one, before) for logits_of_one in found)
+
+
+# ---- the base model by itself ---------------------------------------------------------------------------------------
+
+
+def test_a_base_model_that_is_trained_by_itself_says_so_once(tmp_path, caplog):
+    base = tiny.make("vit")
+    model = tiny.prompted(base)
+    arguments = TrainingArguments(
+        str(tmp_path), num_train_epochs=2, report_to="none", use_cpu=True, save_strategy="no"
+    )
+    data = [{"pixel_values": pixels, "labels": 0} for pixels in tiny.images()]
+    with caplog.at_level(logging.WARNING, logger="provpt_peft"):
+        Trainer(model, arguments, train_dataset=data).train()
+        model.eval()
+        base(pixel_values=tiny.images())
+        with torch.no_grad():
+            base.train()(pixel_values=tiny.images())
+        with model.disable_adapter():
+            base(pixel_values=tiny.images())
+        assert not caplog.messages
+        Trainer(base, arguments, train_dataset=data).train()
+    (message,) = caplog.messages
+    assert "Its parameters do not contain the prompts" in message
 
 
 # ---- training mode --------------------------------------------------------------------------------------------------

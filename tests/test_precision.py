@@ -5,10 +5,11 @@ import contextlib
 import pytest
 import tiny
 import torch
-from training import every_epoch, make_trainer, moving
+from peft import get_peft_model
+from training import STEPS_AN_EPOCH, every_epoch, make_trainer, moving
 from transformers import Trainer, TrainerCallback
 
-from provpt_peft import RelocationConfig, Relocator
+from provpt_peft import ProVPTConfig, RelocationConfig, Relocator
 from provpt_peft.relocation.idleness import Idleness
 
 
@@ -149,6 +150,28 @@ def test_trainer_in_bf16(tmp_path):
     trainer.train()
     assert [record.epoch for record in callback.history] == [1, 2, 3]
     assert all(record.note is None and record.reward is not None for record in callback.history)
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_resuming_and_loading_keep_the_precision_that_an_adapter_was_made_with(tmp_path, autocast):
+    def make():
+        base = tiny.make("vit").bfloat16()
+        return get_peft_model(base, ProVPTConfig(num_prompts=2), autocast_adapter_dtype=autocast)
+
+    settings = dict(num_train_epochs=2, save_strategy="epoch", save_total_limit=None)
+    whole, _ = make_trainer(tmp_path / "whole", callback=False, model=make(), **settings)
+    whole.train()
+    expected = torch.float32 if autocast else torch.bfloat16
+    assert whole.model.base_model.prompts().dtype == expected
+    resumed, _ = make_trainer(tmp_path / "resumed", callback=False, model=make(), **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{STEPS_AN_EPOCH}"))
+    assert resumed.model.base_model.prompts().dtype == expected
+    assert torch.equal(resumed.model.base_model.prompts(), whole.model.base_model.prompts())
+    # Another adapter is what it is asked to be.
+    resumed.model.load_adapter(
+        tmp_path / "whole" / f"checkpoint-{STEPS_AN_EPOCH}", "other", autocast_adapter_dtype=not autocast
+    )
+    assert resumed.model.base_model.prompts("other").dtype == (torch.bfloat16 if autocast else torch.float32)
 
 
 def test_scores_of_a_small_loss_do_not_vanish_in_float16():

@@ -93,6 +93,12 @@ def test_a_resumed_run_equals_one_that_was_never_stopped(outcomes):
         assert_close(resumed["history"], whole["history"])
 
 
+def test_a_failure_of_the_first_process_leaves_no_other_waiting(outcomes, folder):
+    told = [json.loads((folder / f"failure-{rank}.json").read_text()) for rank in (0, 1)]
+    other = "ValueError: The first process could not read the first training images: OSError: no such disk"
+    assert told == ["OSError: no such disk", other]
+
+
 def test_a_block_without_prompts(outcomes):
     distributions = outcomes["empty_block"][0]["distributions"]
     assert distributions[0] == [6, 6, 0, 0]

@@ -227,7 +227,7 @@ class Session:
             return
         self.model.load_adapter(folder, name, is_trainable=True)
         assert torch.equal(self.tuner.prompts(name), saved["base_model.bank.provpt_prompts"])
-        assert torch.equal(self.tuner.prompt_blocks(name), saved["base_model.bank.provpt_prompt_blocks"])
+        assert torch.equal(self.tuner.prompt_blocks(name), saved["base_model.bank.provpt_prompt_blocks"].argmax(dim=1))
         self._done(name)
 
     def load_broken(self, which, breakage):
@@ -333,11 +333,10 @@ class Session:
         bank = self.tuner.bank
         assert set(self._adapters()) == set(bank.provpt_prompt_blocks) == set(self.budgets) == set(bank._rows)
         for name, budget in self.budgets.items():
-            blocks = bank.provpt_prompt_blocks[name]
+            buffer, blocks = bank.provpt_prompt_blocks[name], bank.blocks(name)
             assert bank.provpt_prompts[name].shape == (budget, 16)
-            assert blocks.shape == (budget,)
-            assert blocks.dtype == torch.int64
-            assert 0 <= blocks.min() <= blocks.max() <= NUM_BLOCKS
+            assert buffer.shape == (budget, 1 + NUM_BLOCKS)
+            assert torch.equal(buffer, torch.eye(1 + NUM_BLOCKS)[blocks])
             for block in range(NUM_BLOCKS + 1):
                 rows = bank.rows(name, block)
                 assert ([] if rows is None else rows.tolist()) == (blocks == block).nonzero()[:, 0].tolist()

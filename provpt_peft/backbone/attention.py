@@ -108,14 +108,9 @@ class PromptedBlock:
 
             eager = eager_attention_forward
         function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
-        if "flash" not in implementation:
-            return function(self.attention, *args, **kwargs)
         # The flash function looks up its own name on the module's config once more.
-        prompted_config, self.attention.config = self.attention.config, self.config
-        try:
-            return function(self.attention, *args, **kwargs)
-        finally:
-            self.attention.config = prompted_config
+        module: Any = _AsItWas(self.attention, self.config) if "flash" in implementation else self.attention
+        return function(module, *args, **kwargs)
 
     def keys_and_values(self, images: int, key: Tensor, rows: Tensor, gates: Gates | None) -> tuple[Tensor, Tensor]:
         """Keys and values of the prompts whose indices are `rows` (n,), each (1 or B, H, n, d), in the dtype of the
@@ -146,6 +141,18 @@ class PromptedBlock:
         return prompt_key, prompt_value
 
 
+class _AsItWas:
+    """An attention module with the config that it had before it was prompted. To swap the configs during the call
+    would take the prompts from other threads' forward passes."""
+
+    def __init__(self, module: nn.Module, config: Any) -> None:
+        self.module = module
+        self.config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+
 def sees_images_first(block: nn.Module, family: BackboneFamily) -> nn.Module | None:
     """The module whose input tells the number of images, which the attention of a windowed family cannot tell from
     windows; None in other families. A norm runs again where a checkpointed block does."""
@@ -174,6 +181,8 @@ def prompted_attention(
     adapter = bank.enabled_adapter
     if adapter is not None and not block.keep_dropout:
         kwargs["dropout"] = 0.0
+    if block.number == 1:
+        bank.read()
     rows = None if adapter is None or adapter in bank.shallow else bank.rows(adapter, block.number)
     if rows is None:
         return block.attend(query, key, value, attention_mask, **kwargs)

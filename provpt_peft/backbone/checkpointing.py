@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,6 +33,14 @@ class CheckpointInputs:
         self._hook = None if embeddings is None else embeddings.register_forward_hook(self._require_gradient)
         if self._hook is not None:
             vars(self.model)["enable_input_require_grads"] = self._do_nothing
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CheckpointInputs:
+        """PEFT copies embeddings that are in `modules_to_save`: their hook must not bring a copy of the model."""
+        if id(self.model) not in memo:
+            return self
+        copied = memo[id(self)] = object.__new__(CheckpointInputs)
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
 
     def remove(self) -> None:
         """Give the model its own way back."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import AuxiliaryTrainingWrapper
@@ -67,12 +67,15 @@ def check_unadapted(model: nn.Module) -> None:
 
 
 def check_new_adapter(model: nn.Module, adapter_name: str, configs: Mapping[str, ProVPTConfig]) -> None:
-    """PEFT tells the tensors of an adapter by its name, which therefore may be part of no other path. A model's blocks
-    are found once, for the first adapter."""
-    if adapter_name in PREFIX or "." in adapter_name or adapter_name in _names_in_paths(model):
+    """PEFT tells the tensors of an adapter by its name, which therefore may be in no path of a tensor that is saved. A
+    model's blocks are found once, for the first adapter."""
+    taken = _names_in_saved_paths(model, {suffix for c in configs.values() for suffix in c.modules_to_save or ()})
+    confused = sorted(name for name in configs if name in PREFIX or "." in name or name in taken)
+    if confused:
         raise ValueError(
-            f"An adapter's name must not be part of the prefix '{PREFIX}', contain a dot or be the name of a "
-            f"module, got {adapter_name!r}: PEFT could not tell its tensors from others. Choose another name."
+            f"An adapter's name must not be part of the prefix '{PREFIX}', contain a dot or be a name in the path of "
+            f"the prompts or of a module in `modules_to_save`, got {confused[0]!r}: PEFT could not tell its tensors "
+            "from others. Choose another name."
         )
     backbone = configs[adapter_name].backbone
     others = [config.backbone for config in configs.values() if config.backbone != backbone]
@@ -83,10 +86,13 @@ def check_new_adapter(model: nn.Module, adapter_name: str, configs: Mapping[str,
         )
 
 
-def _names_in_paths(model: nn.Module) -> set[str]:
-    """The names that occur in the paths of a model's tensors, those of its adapters aside."""
+def _names_in_saved_paths(model: nn.Module, suffixes: Iterable[str]) -> set[str]:
+    """The names in the paths of an adapter's prompts, and in those of modules whose names end so, from there on."""
     names = {"base_model", "model", "bank", *PromptBank.adapter_layer_names, *PromptBank.other_param_names}
-    for name, module in model.named_children():
-        wrapped = isinstance(module, AuxiliaryTrainingWrapper)
-        names |= {name, "original_module", "modules_to_save"} if wrapped else {name, *_names_in_paths(module)}
+    names |= {"original_module", "modules_to_save"}
+    for path, module in model.named_modules():
+        if path.endswith(tuple(suffixes)):
+            saved = module.original_module if isinstance(module, AuxiliaryTrainingWrapper) else module
+            names.add(path.split(".")[-1])
+            names |= {name for key in saved.state_dict() for name in key.split(".")}
     return names

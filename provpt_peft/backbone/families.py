@@ -9,9 +9,12 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import transformers
 from torch import nn
+from transformers import PreTrainedModel
 
 from ..config import DESCRIBE_YOUR_OWN, BackboneFamily
+from ..version import __version__
 from .own_attention import data2vec_vision, maskformer_swin, swin_v2
 
 
@@ -80,26 +83,53 @@ def find_blocks(model: nn.Module, description: dict | None = None) -> list[tuple
     """
     families = FAMILIES if description is None else (BackboneFamily(**{"name": "described", **description}),)
     found = list(_matches(model, families))
-    if found and description is not None:
-        _check_parts(*found[0])
-    if found:
-        return found
-    if description is None:
-        known = ", ".join(dict.fromkeys(family.name for family in families))
+    if not found:
+        raise ValueError(_why_none(model, families, described=description is not None))
+    towers = list(dict.fromkeys(tower for tower, _, _ in found))
+    if len(towers) > 1:
         raise ValueError(
-            f"PROVPT needs transformer blocks that it knows, but found none in {type(model).__name__}. "
-            f"Known families: {known}. {DESCRIBE_YOUR_OWN}"
+            f"PROVPT puts prompts into the blocks of one vision model, but the {type(model).__name__} has several: "
+            f"{', '.join(map(repr, towers))}. Wrap the one that is to be tuned, such as model.{towers[0]} = "
+            f"get_peft_model(model.{towers[0]}, config)."
         )
-    block = next((m for m in model.modules() if type(m).__name__ == description["block"]), None)
-    if block is None:
-        raise ValueError(
-            f"`backbone` has to name the class of the transformer blocks, but the {type(model).__name__} has no "
-            f"module of class {description['block']!r}. Look at print(model) for the class name."
+    if description is not None:
+        _check_parts(*found[0][1:])
+    return [(block, family) for _, block, family in found]
+
+
+def _why_none(model: nn.Module, families: tuple[BackboneFamily, ...], described: bool) -> str:
+    """Why no block was found: there is no such class, it lacks parts, or all are in modules that are left out."""
+    name = type(model).__name__
+    of_class = {type(module).__name__: module for module in model.modules()}
+    if not described:  # somebody else's class may have the name of one of transformers'
+        of_class = {name: m for name, m in of_class.items() if type(m).__module__.startswith("transformers.")}
+    known = [family for family in families if family.block in of_class]
+    if not known and described:
+        return (
+            f"`backbone` has to name the class of the transformer blocks, but the {name} has no module of class "
+            f"{families[0].block!r}. Look at print(model) for the class name."
         )
-    missing = [f"{part}={description[part]!r}" for part in _PARTS if resolve(block, description[part]) is None]
-    raise ValueError(
-        f"The paths in `backbone` have to exist in every {description['block']}, but these do not: "
-        f"{', '.join(missing)}. The block has {[name for name, _ in block.named_modules() if name]}."
+    if not known:
+        names = ", ".join(dict.fromkeys(family.name for family in families))
+        return (
+            f"PROVPT needs transformer blocks that it knows, but found none in {name}. Known families: {names}. "
+            f"{DESCRIBE_YOUR_OWN}"
+        )
+    family = known[0]
+    block = of_class[family.block]
+    missing = [f"{part}={getattr(family, part)!r}" for part in _PARTS if resolve(block, getattr(family, part)) is None]
+    if not missing:
+        return (
+            f"PROVPT needs blocks that see images, but every {family.block} of the {name} is in a module that is left "
+            f"out: {', '.join(family.not_in)}. Use a model with a vision tower, or change `not_in` in `backbone`."
+        )
+    parts = f"{', '.join(missing)}. The block has {[name for name, _ in block.named_modules() if name]}."
+    if described:
+        return f"The paths in `backbone` have to exist in every {family.block}, but these do not: {parts}"
+    return (
+        f"PROVPT knows the blocks of {family.name}, but those of transformers {transformers.__version__} have other "
+        f"parts than the ones that provpt_peft {__version__} was made for. Missing in {family.block}: {parts} Install "
+        f"a newer provpt_peft or an older transformers. {DESCRIBE_YOUR_OWN}"
     )
 
 
@@ -114,15 +144,21 @@ def _check_parts(block: nn.Module, family: BackboneFamily) -> None:
             )
 
 
-def _matches(model: nn.Module, families: tuple[BackboneFamily, ...]) -> Iterator[tuple[nn.Module, BackboneFamily]]:
-    class_of: dict[str, str] = {}
+def _matches(
+    model: nn.Module, families: tuple[BackboneFamily, ...]
+) -> Iterator[tuple[str, nn.Module, BackboneFamily]]:
+    """Blocks with their families, and the name of the innermost model of transformers that each is in."""
+    modules: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        class_of[name] = class_name = type(module).__name__
+        modules[name] = module
         for family in families:
-            if class_name != family.block or any(resolve(module, getattr(family, part)) is None for part in _PARTS):
+            if type(module).__name__ != family.block:
+                continue
+            if any(resolve(module, getattr(family, part)) is None for part in _PARTS):
                 continue
             parts = name.split(".")
-            ancestors = {class_of[".".join(parts[:depth])] for depth in range(len(parts))}
-            if ancestors.isdisjoint(family.not_in):
-                yield module, family
+            around = [".".join(parts[:depth]) for depth in range(len(parts))]
+            if {type(modules[outer]).__name__ for outer in around}.isdisjoint(family.not_in):
+                towers = [outer for outer in around if isinstance(modules[outer], PreTrainedModel)]
+                yield towers[-1] if towers else "", module, family
             break

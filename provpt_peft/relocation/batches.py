@@ -43,19 +43,34 @@ def first_batches(loader: Iterable[Any], num_images: int) -> list[Any]:
             "at each `iter()`."
         )
     batches: list[Any] = []
+    failure: Exception | None = None
     if is_first_process():
-        # Workers and collators do not draw from the generators of devices.
-        with fixed_randomness(torch.device("cpu")):
-            for batch in _again(loader):
-                batch = send_to_device(batch, "cpu")
-                size = images_in(batch)
-                batches.append(_cut(batch, num_images) if size > num_images else batch)
-                num_images -= size
-                if num_images <= 0:
-                    break
-    batches = broadcast_objects(batches)
+        try:
+            batches = _read(loader, num_images)
+        except Exception as error:
+            failure = error
+    # The others wait here, and are told of a failure too.
+    batches, told = broadcast_objects([batches, None if failure is None else f"{type(failure).__name__}: {failure}"])
+    if failure is not None:
+        raise failure
+    if told is not None:
+        raise ValueError(f"The first process could not read the first training images: {told}")
     if not batches:
         raise ValueError("Scores are measured on the first training images, but the training loader has none.")
+    return batches
+
+
+def _read(loader: Any, num_images: int) -> list[Any]:
+    batches: list[Any] = []
+    # Workers and collators do not draw from the generators of devices.
+    with fixed_randomness(torch.device("cpu")):
+        for batch in _again(loader):
+            batch = send_to_device(batch, "cpu")
+            size = images_in(batch)
+            batches.append(_cut(batch, num_images) if size > num_images else batch)
+            num_images -= size
+            if num_images <= 0:
+                break
     return batches
 
 

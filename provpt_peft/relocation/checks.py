@@ -12,12 +12,19 @@ from .parallel import refuse_wrapper
 
 def tuner_of(model: nn.Module) -> ProVPTModel:
     """The tuner in a model whose prompts can move."""
-    tuner = next((module for module in model.modules() if isinstance(module, ProVPTModel)), None)
-    if tuner is None:
+    found = {name: module for name, module in model.named_modules() if isinstance(module, ProVPTModel)}
+    if not found:
         raise ValueError(
             f"Relocation needs a model with a PROVPT adapter, got {type(model).__name__}. "
             "Wrap it first: get_peft_model(model, ProVPTConfig(...))."
         )
+    if len(found) > 1:
+        raise ValueError(
+            f"Relocation moves the prompts of one PROVPT model, but the {type(model).__name__} has several: "
+            f"{', '.join(found)}. Use a custom training loop with a `Relocator` for each, made with that part and a "
+            "`compute_loss` that calls the whole model."
+        )
+    (tuner,) = found.values()
     if tuner.bank.shallow.intersection(tuner.active_adapters):
         raise ValueError(
             "Relocation needs prompts that can move, but those of VPT-Shallow stay at the first block. Make the "

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any
 
+from ..config import plain
+
 
 @dataclass
 class PPOConfig:
@@ -22,6 +24,8 @@ class PPOConfig:
     worth_coef: float = 2.0
 
     def __post_init__(self) -> None:
+        for setting in fields(self):
+            setattr(self, setting.name, plain(getattr(self, setting.name)))
         _check_number("gamma", self.gamma, "a number from 0 to 1", lambda gamma: 0 <= gamma <= 1)
         _check_number("worth_coef", self.worth_coef, "a number from 0 on", lambda weight: weight >= 0)
 
@@ -73,6 +77,8 @@ class RelocationConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for setting in fields(self):
+            setattr(self, setting.name, plain(getattr(self, setting.name)))
         if isinstance(self.ppo, dict):
             self.ppo = PPOConfig(**self.ppo)
         if not isinstance(self.ppo, PPOConfig):
@@ -90,11 +96,11 @@ class RelocationConfig:
 
     def settings(self) -> dict[str, Any]:
         """The settings as plain values, for records: objects that were handed in by the name of their class."""
-        plain = {f.name: getattr(self, f.name) for f in fields(self)}
+        settings = {setting.name: getattr(self, setting.name) for setting in fields(self)}
         for name in ("idleness", "allocator"):
-            if not isinstance(plain[name], str):
-                plain[name] = getattr(plain[name], "__name__", type(plain[name]).__name__)
-        return plain | {"ppo": asdict(self.ppo)}
+            if not isinstance(settings[name], str):
+                settings[name] = getattr(settings[name], "__name__", type(settings[name]).__name__)
+        return settings | {"ppo": asdict(self.ppo)}
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> RelocationConfig:

@@ -25,12 +25,14 @@ def place(
     block: int,
     optimizer: torch.optim.Optimizer | None = None,
     newcomers: Iterable[int] = (),
+    generator: torch.Generator | None = None,
 ) -> None:
     """Move a prompt, and let it start from the mean of the prompts that are in its new block.
 
     The mean changes the loss less than the median prompt's removal does, and learns at its neighbours' rate. The
     reference code scales the vector by 1e-3 instead, which LayerNorm undoes. Where fewer than two prompts are, or
-    another has just come, the prompt keeps its vector, since copies would stay alike. The optimizer's moments for the
+    another has just come, the prompt keeps its vector, since copies would stay alike; one from the reserve, which
+    weight decay has shrunk meanwhile, is drawn anew. The optimizer's moments for the
     row belong to the old place: first moments become 0, second ones the mean of those in the block, or of all prompts
     in blocks where there are none. Were they 0 as well, Adam would step up to 6.5 times too far, since its bias
     correction counts the steps of all rows alike.
@@ -40,6 +42,7 @@ def place(
         prompt, block: k* and a*, another block than the prompt's.
         optimizer: The prompts' optimizer, if there is one.
         newcomers: Prompts that have moved since the last training step.
+        generator: Random generator on the CPU, for prompts that are drawn anew.
     """
     reshard(tuner)
     prompts = tuner.prompts(adapter_name)
@@ -49,6 +52,10 @@ def place(
     tuner.move_prompt(prompt, block, adapter_name)
     if len(residents) >= 2 and not set(newcomers).intersection(residents.tolist()):
         write_row(prompts, prompt, _mean(prompts, residents))
+    elif blocks[prompt] == 0:
+        bound = tuner.bank.bound
+        drawn = torch.empty(prompts.shape[1]).uniform_(-bound, bound, generator=generator)
+        write_row(prompts, prompt, drawn.to(prompts))
     for name, moment in (optimizer.state.get(prompts, {}) if optimizer is not None else {}).items():
         if name in _FIRST_MOMENTS and moment.shape == prompts.shape:
             write_row(moment, prompt, torch.zeros_like(full_tensor(moment)[prompt]))

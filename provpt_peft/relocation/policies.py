@@ -39,11 +39,11 @@ class PolicyState:
             counts[self.blocks[self.prompt]] -= 1
         return counts[1:]
 
-    def worth(self) -> torch.Tensor:
-        """What a prompt of each block earns on average now, without k*: the mean of -I_k, float64 (L,) in loss units.
-        NaN for a block that has no prompt with a score."""
+    def worth(self, with_prompt: bool = False) -> torch.Tensor:
+        """What a prompt of each block earns on average now, with or without k*: the mean of -I_k, float64 (L,) in loss
+        units. NaN for a block that has no prompt with a score."""
         known = self.scores.isfinite()
-        if self.prompt is not None:
+        if self.prompt is not None and not with_prompt:
             known = known & (torch.arange(len(self.scores)) != self.prompt)
         sums = torch.zeros(self.num_blocks + 1, dtype=torch.float64)
         sums.index_add_(0, self.blocks[known], -self.scores[known].double())
@@ -101,15 +101,38 @@ class Uniform(Policy):
         return Action(int(torch.randint(self.num_blocks, (1,), generator=self.generator)) + 1)
 
 
+class LastWorth:
+    """What a prompt of each block earns, where there is none now what it earned when there last was one. So a block
+    that has disappointed and was emptied does not count as unknown again."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.values = torch.full((num_blocks,), torch.inf, dtype=torch.float64)  # in loss units
+
+    def of(self, state: PolicyState) -> torch.Tensor:
+        """The worth of each block without k*, float64 (L,). Infinite for one that never had a prompt with a score."""
+        now, with_prompt = state.worth(), state.worth(with_prompt=True)
+        self.values = torch.where(with_prompt.isnan(), self.values, with_prompt)
+        return torch.where(now.isnan(), self.values, now)
+
+
 class Greedy(Uniform):
-    """The block whose prompts are worth most on average now, or an empty one; any block if no prompt has a score."""
+    """The block whose prompts are worth most on average, or one that never had any; any block if none has a score."""
+
+    def __init__(self, num_blocks: int, generator: torch.Generator) -> None:
+        super().__init__(num_blocks, generator)
+        self.last_worth = LastWorth(num_blocks)
 
     def choose(self, state: PolicyState) -> Action:
-        worth = state.worth()
-        if worth.isnan().all():
+        worth = self.last_worth.of(state)
+        if worth.isinf().all():
             return super().choose(state)
-        # A block that is empty would never be tried again.
-        return Action(int(worth.nan_to_num(nan=torch.inf).argmax()) + 1)
+        return Action(int(worth.argmax()) + 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"worth": self.last_worth.values}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.last_worth.values = state["worth"]
 
 
 class Thompson(Policy):
@@ -151,10 +174,11 @@ class PPOAllocation(Policy):
     def __init__(self, num_blocks: int, generator: torch.Generator, config: PPOConfig) -> None:
         super().__init__(num_blocks, generator)
         self.worth_coef = config.worth_coef
+        self.last_worth = LastWorth(num_blocks)
         self.ppo = PPO(3 * num_blocks, num_blocks, config.gamma, generator)
 
     def choose(self, state: PolicyState) -> Action:
-        worth = state.worth()
+        worth = self.last_worth.of(state)
         known = worth.isfinite()
         offset = torch.zeros_like(worth)
         if known.any():
@@ -166,10 +190,11 @@ class PPOAllocation(Policy):
         return self.ppo.learn(action.memory, reward)
 
     def state_dict(self) -> dict[str, Any]:
-        return self.ppo.state_dict()
+        return self.ppo.state_dict() | {"worth": self.last_worth.values}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.ppo.load_state_dict(state)
+        self.last_worth.values = state["worth"]
 
 
 MakePolicy = Callable[[int, torch.Generator], Policy]

@@ -84,9 +84,12 @@ class Relocator:
         self.optimizer = optimizer
         self.score_batches = score_batches
         self.compute_loss: ComputeLoss = compute_loss or (lambda model, batch: model(**batch).loss)
-        self.history: list[Relocation] = []
         self.metrics: dict[str, float] = {}
-        self.epoch = 0  # those (or periods) that have begun
+        # An adapter that was relocated before goes on with its record, since its distribution goes on.
+        earlier = self.run()
+        self.history: list[Relocation] = earlier.history
+        self.epoch = earlier.epochs  # those (or periods) that have begun
+        self.first_epoch = self.epoch  # that of this relocator
         self.generator = torch.Generator().manual_seed(self.config.seed)
         ppo, naive = self.config.ppo, self.config.adjust == "naive_rl"
         allocator = partial(NaiveRL, config=ppo) if naive else self.config.allocator
@@ -106,7 +109,7 @@ class Relocator:
         Returns:
             The records of the moves made, empty where nothing moved. `history` keeps them all.
         """
-        move = self.epoch >= self.config.warmup_epochs and progress < 1.0 - self.config.settle
+        move = self.epoch - self.first_epoch >= self.config.warmup_epochs and progress < 1.0 - self.config.settle
         moves = self._turn(move)
         self.epoch += 1
         self._remember()
@@ -197,7 +200,7 @@ class Relocator:
                 loss_before=loss,
             )
             if action.block != relocation.from_block:
-                place(self.tuner, self.adapter_name, prompt, action.block, self.optimizer, newcomers)
+                place(self.tuner, self.adapter_name, prompt, action.block, self.optimizer, newcomers, self.generator)
                 self._scores[prompt] = math.nan  # of another block
                 newcomers.add(prompt)
             # A prompt that was taken out for good has no action to reward.
@@ -233,7 +236,8 @@ class Relocator:
         config.training = (config.training or {}) | {
             "relocation": self.config.settings(),
             "epochs": self.epoch,
-            "history": [asdict(relocation) for relocation in self.history],
+            # The records' own dicts, which a reward may still come to: copies of all would take longer each time.
+            "history": [vars(relocation) for relocation in self.history],
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -244,6 +248,7 @@ class Relocator:
             "num_prompts": len(self.blocks()),
             "num_blocks": self.tuner.num_blocks,
             "epoch": self.epoch,
+            "first_epoch": self.first_epoch,
             "history": [asdict(relocation) for relocation in self.history],
             "tensors": to_json(tensors),
         }
@@ -258,7 +263,7 @@ class Relocator:
                 f"The relocator's state was saved for {was}, but the model has {now}. Resume with the config that the "
                 "run began with."
             )
-        self.epoch = state["epoch"]
+        self.epoch, self.first_epoch = state["epoch"], state["first_epoch"]
         self.history = [Relocation(**record) for record in state["history"]]
         tensors = from_json(state["tensors"])
         self._pending = [(self.history[index], Action(**action)) for index, action in tensors["pending"]]

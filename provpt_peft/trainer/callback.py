@@ -60,7 +60,7 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
     """
 
     def __init__(self, config: RelocationConfig | dict[str, Any] | None = None) -> None:
-        self.config = RelocationConfig(**config) if isinstance(config, dict) else config or RelocationConfig()
+        self.config = _from_dict(config) if isinstance(config, dict) else config or RelocationConfig()
         self.history: list[Relocation] = []
         self.relocator: Relocator | None = None
         self._trainer: Trainer | None = None
@@ -79,6 +79,7 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
         with _before_training(self.config):
             self.relocator.measure(batches[:1])
         _warn_of_nothing(self.config, state)
+        _warn_of_the_last_model(args, self.relocator.adapter_name)
         self._inside_epoch, self._evaluated_step = False, None
         name = type(self).__name__
         if state.global_step > 0:
@@ -90,6 +91,8 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
                 self.relocator.load_state_dict(saved["relocator"])
                 # A checkpoint of an epoch's last step is written before the epoch ends.
                 self._inside_epoch = saved["inside_epoch"] and state.epoch % 1 != 0
+                # A run that resumes at its last step evaluates no more.
+                self._remember_metrics(saved["metrics"])
         self.history = self.relocator.history
         # The Trainer fills in this entry when it saves, and expects it to be there.
         state.stateful_callbacks[name] = self.state()
@@ -116,10 +119,9 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
         kept = {name: v for name, v in numbers.items() if name != "epoch" and not name.endswith(_SPEED)}
         if not kept or self.relocator is None:
             return
-        training = self._adapter_config.training or {}
         # Several data sets are evaluated one after the other.
-        earlier = training.get("metrics", {}) if self._evaluated_step == state.global_step else {}
-        self._adapter_config.training = training | {"metrics": earlier | kept}
+        earlier = self._metrics() if self._evaluated_step == state.global_step else {}
+        self._remember_metrics(earlier | kept)
         self._evaluated_step = state.global_step
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -140,6 +142,12 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
     def _running(self) -> Relocator:
         assert self.relocator is not None  # made when training begins
         return self.relocator
+
+    def _metrics(self) -> dict[str, float]:
+        return (self._adapter_config.training or {}).get("metrics", {})
+
+    def _remember_metrics(self, metrics: dict[str, float]) -> None:
+        self._adapter_config.training = (self._adapter_config.training or {}) | {"metrics": metrics}
 
     @property
     def _adapter_config(self) -> ProVPTConfig:
@@ -169,9 +177,11 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
         """Settings and the relocator's state, JSON-able. The Trainer writes it into its checkpoints."""
         if self.relocator is None and self._saved is not None:
             return self._saved
-        running = self.relocator
-        saved = running and {"saved": {"relocator": running.state_dict(), "inside_epoch": self._inside_epoch}}
-        return {"args": {"config": self.config.settings()}, "attributes": saved or {}}
+        attributes = {}
+        if self.relocator is not None:
+            saved = {"relocator": self.relocator.state_dict(), "inside_epoch": self._inside_epoch}
+            attributes["saved"] = saved | {"metrics": self._metrics()}
+        return {"args": {"config": self.config.settings()}, "attributes": attributes}
 
     def run(self) -> Run:
         """What is known of the run, so far or as it ended, for pictures. `ValueError` if training has not begun."""
@@ -179,6 +189,16 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
         if run is None:
             raise ValueError("The callback must have run, but training has not begun. Train first.")
         return run
+
+
+def _from_dict(config: dict[str, Any]) -> RelocationConfig:
+    try:
+        return RelocationConfig(**config)
+    except ValueError as error:
+        raise ValueError(
+            f"{error} If the settings come from a checkpoint: that has the names of scores and policies of your own "
+            "only. Leave `restore_callback_states_from_checkpoint` off; a run is resumed exactly without it."
+        ) from error
 
 
 def _check(args: TrainingArguments, trainer: Trainer) -> None:
@@ -191,6 +211,17 @@ def _check(args: TrainingArguments, trainer: Trainer) -> None:
     if ours > 1:
         raise ValueError(
             f"A Trainer has one RelocationTrainerCallback, got {ours}: their states could not be told apart. Give one."
+        )
+
+
+def _warn_of_the_last_model(args: TrainingArguments, adapter_name: str) -> None:
+    """transformers loads the best checkpoint from its own folder, where PEFT puts the adapter `default` only."""
+    if args.load_best_model_at_end and adapter_name != "default":
+        logger.warning(
+            "The Trainer finds the best checkpoint of an adapter named 'default' only: at the end it keeps the last "
+            "weights of %r. Leave `adapter_name` out, or load the best checkpoint's folder %r yourself.",
+            adapter_name,
+            adapter_name,
         )
 
 

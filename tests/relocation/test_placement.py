@@ -54,6 +54,34 @@ def test_a_prompt_of_the_reserve_has_the_mean_moments_of_all_in_an_empty_block()
     assert torch.equal(squares[:12], before[:12])
 
 
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        lambda trained: torch.optim.AdamW(trained, 0.1, weight_decay=0.5),
+        lambda trained: torch.optim.SGD(trained, 0.1, momentum=0.9, weight_decay=0.5),
+    ],
+)
+def test_weight_decay_of_the_reserve_does_not_matter(make_optimizer):
+    """What no block sees has no gradient, but decays. Behind a norm that ignores its length, the gradient of a vector
+    is the longer the shorter that is."""
+    model = tiny.prompted(tiny.make("vit"), num_prompts=[3, 3, 3, 0], reserve=2, prompt_dropout=0.0)
+    optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
+    prompts, bound = model.base_model.prompts(), model.base_model.bank.bound
+    for _ in range(60):
+        train_epoch(model, optimizer)
+    assert prompts[9:].abs().max() < 0.1 * bound
+    made_up, relocator = relocator_of(model, optimizer, allocator=Chooses(4), adjust="add", prompts_per_relocation=2)
+    made_up.set([-1.0] * 11)
+    relocator.relocate()
+    placed = prompts[9:].detach().clone()
+    # Drawn as at the start: uniform, of standard deviation bound / sqrt(3), and each for itself.
+    assert placed.abs().max() <= bound
+    assert placed.std().item() == pytest.approx(bound / 3**0.5, rel=0.2)
+    assert not torch.equal(*placed)
+    train_epoch(model, optimizer)
+    assert prompts[9:].norm() < 3 * placed.norm()
+
+
 def test_a_moved_prompt_steps_no_further_than_its_neighbours():
     """With a gradient of 1 Adam's step is the learning rate. The bias correction is the parameter's, so a row whose
     moments were both 0 would step by (1 - 0.9^t) / sqrt(1 - 0.999^t), up to 6.5 times as far."""

@@ -124,6 +124,31 @@ def test_greedy_fills_an_empty_block():
     assert Greedy(3, generator()).choose(state_of(0, scores, blocks)).block == 2
 
 
+def emptied():
+    """Block 1 with a prompt of worth 1, block 2 with the idle one, -2, that is to be moved, block 3 empty as ever."""
+    return PolicyState(torch.tensor([-1.0, 2.0]), torch.tensor([1, 2]), 3, prompt=1)
+
+
+def test_greedy_does_not_try_again_what_has_disappointed():
+    policy = Greedy(3, generator())
+    # An empty block of which nothing is known is tried first.
+    assert policy.choose(emptied()).block == 3
+    # It earns less than nothing, so its prompt goes to the best one, not to one that was left because it was bad.
+    there = PolicyState(torch.tensor([-1.0, 0.5]), torch.tensor([1, 3]), 3, prompt=1)
+    assert policy.choose(there).block == 1
+    assert policy.choose(PolicyState(torch.tensor([-1.0, 0.5]), torch.tensor([1, 1]), 3, prompt=1)).block == 1
+    assert policy.last_worth.values.tolist() == [0.25, -2.0, -0.5]
+
+
+def test_ppo_does_not_take_what_has_disappointed_for_the_mean():
+    policy = PPOAllocation(3, generator(), PPOConfig(worth_coef=1.0))
+    offset = policy.choose(emptied()).memory["offset"]
+    # Known are 1 and -2; never seen is block 3.
+    torch.testing.assert_close(offset, torch.tensor([*standardised(1.0, -2.0), 0.0]))
+    there = PolicyState(torch.tensor([-1.0, 0.5]), torch.tensor([1, 3]), 3, prompt=1)
+    torch.testing.assert_close(policy.choose(there).memory["offset"], torch.tensor(standardised(1.0, -2.0, -0.5)))
+
+
 def test_greedy_leaves_the_moved_prompt_out():
     # With prompt 0, block 1 would be best.
     scores, blocks = torch.tensor([-9.0, 0.0, -1.0]), torch.tensor([1, 1, 2])

@@ -89,6 +89,42 @@ def test_several_move_where_several_are_idle():
     assert (first.reward, second.reward) == (1.0 - 0.5 - 0.75, 1.0 - 0.5 - 0.5)
 
 
+def test_the_record_of_the_training_costs_the_same_after_any_number_of_relocations():
+    model, _ = prompted()
+    made_up, relocator = relocator_of(model)
+    for loss in (1.0, 0.5):
+        made_up.set([1.0] * 12, loss=loss)
+        relocator.relocate()
+    relocator.finish()
+    recorded = model.peft_config["default"].training["history"]
+    # Not copies, which take longer with every relocation, and the rewards that came later are there.
+    assert all(record is vars(relocation) for record, relocation in zip(recorded, relocator.history, strict=True))
+    assert recorded[0]["reward"] is not None
+
+
+def test_a_second_relocator_goes_on_with_the_record():
+    model, _ = prompted()
+    made_up, first = relocator_of(model)
+    made_up.set([1.0] * 12)
+    first.relocate()
+    made_up, second = relocator_of(model, warmup_epochs=2)
+    made_up.set([1.0] * 12)
+    # Its own first epoch is over.
+    assert [len(second.relocate()) for _ in range(2)] == [0, 1]
+    assert [record.epoch for record in second.history] == [1, 4]
+    assert model.peft_config["default"].training["epochs"] == 5
+
+
+def test_several_prompted_models_in_one_are_refused():
+    both = torch.nn.ModuleDict({"left": prompted()[0], "right": prompted()[0]})
+    message = r"one PROVPT model, but the ModuleDict has several: left.base_model, right.base_model\. Use a custom"
+    with pytest.raises(ValueError, match=message):
+        Relocator(both, score_batches=[{}])
+    # As the message says: one for each part.
+    relocators = [relocator_of(part)[1] for part in both.values()]
+    assert [relocator.tuner for relocator in relocators] == [part.base_model for part in both.values()]
+
+
 def test_warm_up():
     made_up, relocator = relocator_of(prompted()[0], warmup_epochs=3)
     made_up.set([1.0] * 12)
