@@ -42,18 +42,20 @@ def prepend(
 
 
 def run(model: nn.Module, inputs: dict[str, torch.Tensor], prompts: torch.Tensor) -> list[torch.Tensor]:
-    """What leaves each block and the model, and the gradient of the prompts, of a sum with uneven weights over it."""
+    """What leaves each block and the model, and the gradient of the prompts: that of a weighted sum of what leaves the
+    model."""
     outputs: list[torch.Tensor] = []
     record = [
         block.register_forward_hook(lambda module, args, output: outputs.append(first(output).detach()))
         for block in tiny.blocks(model)
     ]
     prompts.grad = None
-    leaving = [tensor for tensor in model(**inputs).values() if torch.is_tensor(tensor)]
+    outcome = model(**inputs).values()
+    leaving = [tensor for tensor in outcome if torch.is_tensor(tensor) and tensor.is_floating_point()]
     for handle in record:
         handle.remove()
-    total = sum((tensor.flatten() @ torch.arange(tensor.numel()).cos().to(tensor)) for tensor in leaving)
-    total.backward()  # type: ignore[union-attr]
+    total = torch.stack([tensor.flatten() @ torch.arange(tensor.numel()).cos().to(tensor) for tensor in leaving])
+    total.sum().backward()
     assert prompts.grad is not None
     return [*outputs, *(tensor.detach() for tensor in leaving), prompts.grad.clone()]
 
