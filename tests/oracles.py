@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+import tiny
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -20,17 +21,53 @@ from examples.research.prepended import prepend_prompts, prepend_prompts_in_wind
 Undo = Callable[[], None]
 
 
-def prepend(family: str, blocks: Sequence[nn.Module], prompts: torch.Tensor, prompt_blocks: torch.Tensor) -> Undo:
-    """Insert prompts as VPT-Deep does, by the way that fits the family; returns a function that takes them out."""
+def prepend(
+    family: str,
+    blocks: Sequence[nn.Module],
+    prompts: torch.Tensor,
+    prompt_blocks: torch.Tensor,
+    masked: bool = False,
+) -> Undo:
+    """Insert prompts as VPT-Deep does, by the way that fits the family; returns a function that takes them out. In
+    `masked` attention, of a family whose blocks take a mask, prompts see and are seen."""
     if family == "swin":
         return prepend_prompts_in_windows(blocks, prompts, prompt_blocks)
     forwards = {"siglip2": _masked, "beit": _masked, "data2vec": _biased, "swinv2": _cosine, "maskformer_swin": _table}
-    if family not in forwards:
+    if family not in forwards and not masked:
         return prepend_prompts(blocks, prompts, prompt_blocks)
     undo: list[Undo] = []
     for number, block in enumerate(blocks, start=1):
-        forwards[family](block, prompts[prompt_blocks == number], undo)
+        forwards.get(family, _masked)(block, prompts[prompt_blocks == number], undo)
     return lambda: [take_out() for take_out in undo] and None
+
+
+def run(model: nn.Module, inputs: dict[str, torch.Tensor], prompts: torch.Tensor) -> list[torch.Tensor]:
+    """What leaves each block and the model, and the gradient of the prompts: that of a weighted sum of what leaves the
+    model."""
+    outputs: list[torch.Tensor] = []
+    record = [
+        block.register_forward_hook(lambda module, args, output: outputs.append(first(output).detach()))
+        for block in tiny.blocks(model)
+    ]
+    prompts.grad = None
+    outcome = model(**inputs).values()
+    leaving = [tensor for tensor in outcome if torch.is_tensor(tensor) and tensor.is_floating_point()]
+    for handle in record:
+        handle.remove()
+    total = torch.stack([tensor.flatten() @ torch.arange(tensor.numel()).cos().to(tensor) for tensor in leaving])
+    total.sum().backward()
+    assert prompts.grad is not None
+    return [*outputs, *(tensor.detach() for tensor in leaving), prompts.grad.clone()]
+
+
+def first(output: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """A block's tokens, which some families return with the attention weights."""
+    return output[0] if isinstance(output, tuple) else output
+
+
+def assert_same(ours: list[torch.Tensor], oracle: list[torch.Tensor], tolerance: float = 1e-5) -> None:
+    for mine, theirs in zip(ours, oracle, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=tolerance, rtol=tolerance)
 
 
 def _replace(module: nn.Module, forward: Callable, undo: list[Undo]) -> None:
@@ -46,9 +83,9 @@ def _padded(mask: torch.Tensor | None, count: int) -> torch.Tensor | None:
 
 
 def _masked(block: nn.Module, prompts: torch.Tensor, undo: list[Undo]) -> None:
-    """SigLIP 2 and BEiT: the attention takes its mask, or its bias, as an argument."""
+    """SigLIP 2, BEiT and all others with a mask: the attention takes its mask, or its bias, as an argument."""
     attention = getattr(block, "self_attn", None) or block.attention
-    norm = getattr(block, "layer_norm1", None) or block.layernorm_before
+    norm = next(getattr(block, name) for name in ("layer_norm1", "layernorm_before", "norm1") if hasattr(block, name))
     original, count = type(attention).forward, len(prompts)
 
     def forward(hidden_states, attention_mask=None, **kwargs):  # type: ignore[no-untyped-def]

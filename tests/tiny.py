@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -61,16 +62,20 @@ class Classifier(nn.Module):
         return ImageClassifierOutput(loss=loss, logits=logits)
 
 
-def settings_of(family: str) -> dict[str, Any]:
-    """What a tiny config of a family is made with."""
+def sizes_of(family: str) -> dict[str, Any]:
+    """The sizes that a tiny config of a family is made with. All else is as the config's defaults have it."""
     if family in WINDOWED:
         # 32 px and patches of 2 px: stages of 16 x 16, 8 x 8 and 4 x 4 tokens, windows of 4, shifted and not.
         return dict(image_size=32, patch_size=2, embed_dim=16, depths=[2, 2, 2], num_heads=[2, 4, 4], window_size=4)
     settings: dict[str, Any] = {k: v for k, v in VIT_LIKE.items() if k != "num_labels"}
     if family == "siglip2":
         settings = {k: v for k, v in settings.items() if k != "image_size"} | dict(num_patches=16)
-    settings |= dict(mlp_ratio=2) if family.startswith("dinov2") else dict(intermediate_size=64)
-    return settings | {
+    return settings | (dict(mlp_ratio=2) if family.startswith("dinov2") else dict(intermediate_size=64))
+
+
+def settings_of(family: str) -> dict[str, Any]:
+    """What a tiny config of a family is made with in most tests: its sizes, and what its defaults leave out."""
+    return sizes_of(family) | {
         "mae": dict(mask_ratio=0.0),
         "beit": dict(use_relative_position_bias=True, layer_scale_init_value=0.5),
         "data2vec": dict(
@@ -79,6 +84,26 @@ def settings_of(family: str) -> dict[str, Any]:
         "dpt": dict(backbone_out_indices=[0, 1, 2, 3], is_hybrid=False),
         "dinov3": dict(num_register_tokens=2),
     }.get(family, {})
+
+
+def bare(family: str, mask_token: bool = False, **settings: Any) -> transformers.PreTrainedModel:
+    """A model without a head, from a config of the family's sizes and these settings, in eval mode. What starts as
+    zeros or ones (biases, norms, positions, mask tokens) gets random weights, since its part would not be seen."""
+    torch.manual_seed(0)
+    name = (CLASSIFIERS | BARE)[family] + ("Vision" if family in ("clip", "siglip", "siglip2") else "")
+    config = getattr(transformers, f"{name}Config")(**sizes_of(family) | settings)
+    model_class = getattr(transformers, f"{name}Model")
+    argument = "use_mask_token" in inspect.signature(model_class).parameters
+    if mask_token and not argument and hasattr(config, "use_mask_token"):
+        config.use_mask_token = True
+    model = model_class(config, **dict(use_mask_token=mask_token) if argument else {})
+    with torch.no_grad():
+        for parameter in (p for p in model.parameters() if p.numel()):
+            if parameter.min() == parameter.max():
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)
+            elif parameter.dim() == 2:
+                parameter.normal_(std=parameter.shape[1] ** -0.5)
+    return model.eval()
 
 
 def make(family: str, **overrides: object) -> nn.Module:
@@ -110,6 +135,17 @@ def make(family: str, **overrides: object) -> nn.Module:
             if "relative_position_bias_table" in name:
                 parameter.normal_(std=0.5)
     return model.eval()
+
+
+def dual(prefix: str, **settings: Any) -> transformers.PreTrainedModel:
+    """A model of images and text, in eval mode."""
+    torch.manual_seed(0)
+    tower = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    vision = tower | (dict(num_patches=16, patch_size=8) if prefix == "Siglip2" else dict(image_size=32, patch_size=8))
+    text = tower | dict(vocab_size=99, max_position_embeddings=16, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    config_class = getattr(transformers, f"{prefix}Config")
+    config = config_class(text_config=text, vision_config=vision, projection_dim=32, **settings)
+    return getattr(transformers, f"{prefix}Model")(config).eval()
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
