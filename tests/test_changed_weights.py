@@ -58,6 +58,16 @@ def by_new_data(model):
     model.base_model.prompts().data = other_prompts(model)
 
 
+def by_new_data_at_the_old_address(model):
+    """Memory that is let go is soon used again."""
+    prompts = model.base_model.prompts()
+    address = prompts.data_ptr()
+    for seed in range(100):
+        prompts.data = torch.randn(prompts.shape, generator=torch.Generator().manual_seed(seed))
+        if prompts.data_ptr() == address:
+            break
+
+
 def by_swapped_tensors(model):
     torch.utils.swap_tensors(model.base_model.prompts(), nn.Parameter(other_prompts(model)))
 
@@ -91,12 +101,27 @@ def by_an_optimizer(kind, **settings):
     return step
 
 
+def by_an_average(model):
+    """An exponential mean of the weights, as recipes evaluate it."""
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    average.update_parameters(model)
+    by_copy(model)
+    average.update_parameters(model)
+    logits(model)
+    for parameter, averaged in zip(model.parameters(), average.module.parameters(), strict=True):
+        parameter.data.copy_(averaged)
+
+
 def of_a_frozen_norm(model):
     tiny.blocks(model)[1].layernorm_before.weight.data.mul_(3.0)
 
 
 def of_a_frozen_projection(model):
     tiny.blocks(model)[1].attention.v_proj.weight.data.mul_(3.0)
+
+
+def of_a_new_projection(model):
+    tiny.blocks(model)[1].attention.v_proj = nn.Linear(32, 32).requires_grad_(False)
 
 
 def blocks_by_copy(model):
@@ -119,9 +144,9 @@ def blocks_by_swapped_tensors(model):
 
 
 WAYS = [
-    by_copy, through_data, by_new_data, by_swapped_tensors, by_vector, by_state_dict, by_assigned_state_dict,
-    by_peft_s_state_dict, of_a_frozen_norm, of_a_frozen_projection, blocks_by_copy, blocks_through_data,
-    blocks_by_index, blocks_by_swapped_tensors,
+    by_copy, through_data, by_new_data, by_new_data_at_the_old_address, by_swapped_tensors, by_vector, by_state_dict,
+    by_assigned_state_dict, by_peft_s_state_dict, by_an_average, of_a_frozen_norm, of_a_frozen_projection,
+    of_a_new_projection, blocks_by_copy, blocks_through_data, blocks_by_index, blocks_by_swapped_tensors,
 ]  # fmt: skip
 OPTIMIZERS = {
     "sgd": by_an_optimizer(torch.optim.SGD, momentum=0.9),
