@@ -25,7 +25,7 @@ from training import (
 )
 from transformers import Trainer, TrainerCallback
 
-from provpt_peft import RelocationConfig, RelocationTrainerCallback, Relocator
+from provpt_peft import ProVPTConfig, RelocationConfig, RelocationTrainerCallback, Relocator
 from provpt_peft.evaluation import fixed_randomness
 from provpt_peft.trainer.reporting import report_distribution
 
@@ -207,6 +207,25 @@ def test_best_checkpoint_of_a_model_around_the_adapter(tmp_path):
     trainer.train()
     assert trainer.state.best_model_checkpoint is not None
     assert callback.run().epochs == 2
+
+
+def test_logs_of_a_trainer_s_own_are_not_taken_for_the_end(tmp_path):
+    class Talkative(Trainer):
+        def compute_loss(self, model, inputs, **kwargs):
+            loss = super().compute_loss(model, inputs, **kwargs)
+            self.log({"loss": 100.0, "train_loss": 100.0})
+            return loss
+
+    expected = outcome(*trained(tmp_path, config=every_epoch()))
+    assert_equal(outcome(*trained(tmp_path, config=every_epoch(), trainer_class=Talkative)), expected)
+
+
+def test_each_checkpoint_has_counted_its_own_epoch(tmp_path):
+    trained(tmp_path, config=moving(), save_strategy="epoch")
+    for epoch in range(1, 5):
+        record = ProVPTConfig.from_pretrained(tmp_path / f"checkpoint-{STEPS_AN_EPOCH * epoch}").training
+        assert record["epochs"] == epoch
+        assert len(record["history"]) == epoch - 1
 
 
 def test_training_again_goes_on_with_the_record(tmp_path):

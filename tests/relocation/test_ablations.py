@@ -133,3 +133,11 @@ def test_pruning_for_good_keeps_what_is_worth_most():
     assert pruned == [11, 10, 9, 8, 7, 6]
     assert relocator.relocate() == []
     assert torch.equal((relocator.blocks() == 0).nonzero()[:, 0], torch.arange(6, 12))
+
+
+def test_pruning_leaves_a_prompt_whatever_the_share():
+    made_up, relocator = relocator_of(prompted()[0], adjust="prune", prune_share=0.97)
+    made_up.set([float(prompt) for prompt in range(12)])
+    # 0.97 of 12 rounds to 12.
+    assert [record.prompt for record in relocator.relocate()] == list(range(11, 0, -1))
+    assert relocator.tuner.prompt_distribution() == [1, 0, 0, 0]
