@@ -37,6 +37,8 @@ BLOCK_NAMES = {
     "mlp.fc1": "mlp.fc1",
     "mlp.fc2": "mlp.fc2",
 }
+# What changes a block's input in other vision transformers: tokens beside the class token, a norm before the blocks.
+INPUTS = ("dist_token", "reg_token", "register_tokens", "norm_pre")
 IMAGE_MEAN, IMAGE_STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 
 
@@ -58,12 +60,15 @@ def without_prefix(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Te
 def config_of(tensors: Mapping[str, torch.Tensor], num_heads: int | None, layer_norm_eps: float) -> ViTConfig:
     """The config that the tensors' shapes tell."""
     width, channels, _, patch = tensors["patch_embed.proj.weight"].shape
+    heads = width // 64 if num_heads is None else num_heads
+    if heads < 1 or width % heads:
+        raise ValueError(f"The number of heads must divide the width {width}, got {heads}. Give it by `--num_heads`.")
     blocks = {int(match[1]) for name in tensors if (match := re.match(r"blocks\.(\d+)\.", name))}
     side = int((tensors["pos_embed"].shape[1] - 1) ** 0.5)
     return ViTConfig(
         hidden_size=width,
         num_hidden_layers=len(blocks),
-        num_attention_heads=num_heads or width // 64,
+        num_attention_heads=heads,
         intermediate_size=tensors["blocks.0.mlp.fc1.weight"].shape[0],
         num_channels=channels,
         patch_size=patch,
@@ -77,21 +82,29 @@ def convert(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """timm's names to those of `ViTModel`; the fused projection (3 D, D) is queries, keys and values in this order.
 
     Tensors of other parts, such as a head, are left out.
+
+    Raises:
+        ValueError: If a block, or what comes before it, has a part that `ViTModel` does not have.
     """
     converted = {}
     for name, tensor in tensors.items():
         module, _, kind = name.rpartition(".")
+        match = re.fullmatch(r"blocks\.(\d+)\.(.+)", module)
+        block, part = (f"layers.{match[1]}", match[2]) if match else ("", "")
         if name in NAMES:
             converted[NAMES[name]] = tensor
         elif module in NAMES:
             converted[f"{NAMES[module]}.{kind}"] = tensor
-        elif match := re.fullmatch(r"blocks\.(\d+)\.(.+)", module):
-            block, part = f"layers.{match[1]}", match[2]
-            if part == "attn.qkv":
-                for projection, third in zip(("q_proj", "k_proj", "v_proj"), tensor.chunk(3), strict=True):
-                    converted[f"{block}.attention.{projection}.{kind}"] = third.clone()
-            elif part in BLOCK_NAMES:
-                converted[f"{block}.{BLOCK_NAMES[part]}.{kind}"] = tensor
+        elif part == "attn.qkv":
+            for projection, third in zip(("q_proj", "k_proj", "v_proj"), tensor.chunk(3), strict=True):
+                converted[f"{block}.attention.{projection}.{kind}"] = third.clone()
+        elif part in BLOCK_NAMES:
+            converted[f"{block}.{BLOCK_NAMES[part]}.{kind}"] = tensor
+        elif name.startswith(("blocks.", *INPUTS)):
+            raise ValueError(
+                f"The checkpoint must be a plain vision transformer, but it has {name}, which `ViTModel` lacks. Look "
+                "for the checkpoint in transformers' own format."
+            )
     return converted
 
 

@@ -157,6 +157,12 @@ def main() -> None:
             f"there is no backbone in {DEMO}. Run `python examples/dinov2_small.py {DEMO}`, "
             "or name another checkpoint with `--model_name_or_path`"
         )
+    images = len(load_digits().target)
+    if not 0 < args.train_images < images:
+        parser.error(f"--train_images must be between 1 and {images - 1}, which leaves an image to test on")
+    for name in ("num_prompts", "epochs", "batch_size", "image_size", "threads"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
     torch.set_num_threads(args.threads)
 
     train_dataset, test_dataset = load_data(args.image_size, args.train_images, args.seed)

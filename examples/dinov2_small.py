@@ -112,6 +112,8 @@ def prepare(folder: Path = CHECKPOINT) -> Path:
     """Make the checkpoint in `folder`, the project's cache by default, unless it is there. Returns the folder."""
     if (folder / "config.json").exists():
         return folder
+    if folder.exists():
+        raise FileExistsError(f"{folder} must not exist or must hold a checkpoint. Name another folder.")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         graph_file = download_graph(Path(scratch))
@@ -128,4 +130,7 @@ def prepare(folder: Path = CHECKPOINT) -> Path:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", default=Path(".cache/dinov2-small"), help="where to put it")
-    prepare(parser.parse_args().folder)
+    folder = parser.parse_args().folder
+    if (folder / "config.json").exists():
+        print(f"There is a checkpoint in {folder} already, which stays as it is.")
+    prepare(folder)

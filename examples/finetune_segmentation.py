@@ -1,4 +1,4 @@
-"""Semantic segmentation with a new head alone, with VPT-Deep and with PRO-VPT, and compare.
+"""Semantic segmentation with PRO-VPT, or with VPT-Deep or a new head alone to compare.
 
 Offline, on generated scenes with the demo's DINOv2-S:
 
@@ -15,11 +15,15 @@ ADE20K as the paper has it, SETR-PUP on a ViT-B/16, or UperNet on a Swin:
     python examples/finetune_segmentation.py --head upernet \\
         --model_name_or_path microsoft/swin-tiny-patch4-window7-224 ...
 
+`--methods head vpt-deep pro-vpt` trains three models, one after the other. A method's folder in `--output_dir` holds
+its adapter, logs and, with `--save_strategy epoch`, checkpoints to resume from.
+
 A data folder has `images/<split>/NAME.jpg` (or png) and `annotations/<split>/NAME.png`, class numbers of the pixels.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 import json
@@ -54,6 +58,8 @@ from provpt_peft import ProVPTConfig, RelocationConfig, RelocationTrainerCallbac
 
 
 METHODS = ("head", "vpt-deep", "pro-vpt")
+# Of `RelocationConfig.preset`. `adding` needs a reserve of prompts, which the script does not make.
+PRESETS = ("default", "paper", "A", "B", "C", "D", "E", "F", "G")
 # The demo's backbone, and its scenes at `--image_size`.
 DEMO = Path(".cache/dinov2-small")
 SCENES = ".cache/scenes-{size}"
@@ -61,11 +67,35 @@ SCENES = ".cache/scenes-{size}"
 IGNORED = 255
 SCALES = (0.5, 0.75, 1.0, 1.25, 1.5, 1.75)
 HEADS = {"setr-pup": ["head"], "upernet": ["decode_head", "auxiliary_head"]}
+# Options of `TrainingArguments` that have to keep their values, and why.
+FIXED = {
+    **dict.fromkeys(
+        (
+            "eval_strategy", "do_train", "do_eval", "do_predict", "eval_steps", "eval_delay", "eval_on_start",
+            "eval_accumulation_steps", "eval_do_concat_batches", "eval_use_gather_object", "batch_eval_metrics",
+            "include_for_metrics", "prediction_loss_only", "metric_for_best_model", "bf16_full_eval", "fp16_full_eval",
+            "per_device_eval_batch_size",
+        ),
+        "the script trains, and tests once at the end with a metric of its own",
+    ),
+    **dict.fromkeys(
+        (
+            "push_to_hub", "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo", "hub_always_push",
+            "hub_revision",
+        ),
+        "to share the adapter, call `provpt_peft.push_to_hub` after training, which uploads its model card too",
+    ),
+    **dict.fromkeys(("label_names", "label_smoothing_factor"), "the loss is the model's own"),
+    "remove_unused_columns": "the data set gives what the model takes",
+    "optim_target_modules": "optimizers that take modules cannot give prompts and head learning rates of their own",
+}  # fmt: skip
+# What does nothing without prompts.
+PROMPT_OPTIONS = ("num_prompts", "prompt_dropout", "learning_rate", "prompt_weight_decay")
 
 
 @dataclass
-class SegmentationArguments:
-    """Which images, which model."""
+class SegmentationArguments(TrainingArguments):
+    """Which images, which model, what is trained in it, and how."""
 
     data_folder: Path | None = field(
         default=None, metadata={"help": "Folder with `images` and `annotations`. Default: the demo's scenes."}
@@ -89,18 +119,27 @@ class SegmentationArguments:
         default=False, metadata={"help": f"Test at scales {', '.join(map(str, SCALES))} and flipped as well."}
     )
     methods: list[str] = field(
-        default_factory=lambda: list(METHODS), metadata={"help": "Methods to compare.", "choices": METHODS}
+        default_factory=lambda: ["pro-vpt"],
+        metadata={"help": "What to train; several are trained one after the other and compared.", "choices": METHODS},
     )
     num_prompts: int = field(default=5, metadata={"help": "Prompts in each block at the start."})
     prompt_dropout: float = field(default=0.1, metadata={"help": "Dropout on the prompts."})
-    prompt_learning_rate: float = field(
-        default=3e-3, metadata={"help": "Learning rate of the prompts. `--learning_rate` is the head's."}
+    learning_rate: float = field(default=3e-3, metadata={"help": "Learning rate of the prompts."})
+    head_learning_rate: float = field(default=1e-3, metadata={"help": "Learning rate of the head."})
+    weight_decay: float = field(default=0.0, metadata={"help": "Weight decay of the head, biases included."})
+    prompt_weight_decay: float = field(
+        default=0.0, metadata={"help": "Weight decay of the prompts; where a norm follows, it only raises their rate."}
     )
     preset: str = field(
-        default="default", metadata={"help": "How prompts are relocated: a name of `RelocationConfig.preset`."}
+        default="default",
+        metadata={"help": "How prompts are relocated: a name of `RelocationConfig.preset`.", "choices": PRESETS},
+    )
+    resume_from_checkpoint: str | None = field(
+        default=None, metadata={"help": "Folder of a checkpoint to go on from, of the one method of `--methods`."}
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.data_folder is None:
             self.data_folder = Path(SCENES.format(size=self.image_size))
             if not self.data_folder.exists():
@@ -113,6 +152,71 @@ class SegmentationArguments:
                 f"There is no backbone in {DEMO}. Run `python examples/dinov2_small.py {DEMO}`, or name another "
                 "checkpoint with `--model_name_or_path`."
             )
+
+
+def parse() -> SegmentationArguments:
+    """Read the command line. Ends the program with a reason, before anything is loaded, where it cannot be heeded."""
+    parser = HfArgumentParser(
+        SegmentationArguments,
+        description=__doc__.splitlines()[0],
+        usage="%(prog)s [options], see --help",
+    )
+    parser.set_defaults(
+        output_dir="outputs/segmentation",
+        num_train_epochs=4,
+        logging_strategy="epoch",
+        save_strategy="no",
+        lr_scheduler_type="cosine",
+        optim="adamw_torch",
+        label_names=["labels"],
+        report_to="none",
+        remove_unused_columns=False,
+        dataloader_pin_memory=torch.cuda.is_available(),
+    )
+    try:
+        (args,) = parser.parse_args_into_dataclasses()
+        check(args, {name for name, value in vars(args).items() if value != parser.get_default(name)})
+    except (ValueError, ImportError) as error:
+        parser.error(str(error))
+    return args
+
+
+def check(args: SegmentationArguments, changed: set[str]) -> None:
+    """Refuse options that would be ignored.
+
+    Args:
+        args: The options.
+        changed: Names of those that have other values than by default.
+
+    Raises:
+        ValueError: With what to do instead.
+        ImportError: If a library is missing that `--optim` needs.
+    """
+    for name, reason in FIXED.items():
+        if name in changed:
+            raise ValueError(f"`--{name}` has to keep its default: {reason}.")
+    ProVPTConfig(num_prompts=args.num_prompts, prompt_dropout=args.prompt_dropout)  # refuses what is out of range
+    if set(args.methods) == {"head"}:
+        for name in PROMPT_OPTIONS:
+            if name in changed:
+                raise ValueError(f"`--{name}` is of prompts, which `--methods head` has none of.")
+    if "preset" in changed and "pro-vpt" not in args.methods:
+        raise ValueError("`--preset` says how prompts are relocated, so `--methods` must have `pro-vpt`.")
+    if args.resume_from_checkpoint is not None:
+        if len(args.methods) > 1:
+            raise ValueError("A checkpoint is of one method: give `--resume_from_checkpoint` one of `--methods`.")
+        if not Path(args.resume_from_checkpoint, "trainer_state.json").is_file():
+            raise ValueError(
+                f"`--resume_from_checkpoint` must be a folder that the Trainer saved, got "
+                f"{args.resume_from_checkpoint}, in which there is no trainer_state.json."
+            )
+    optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(args)
+    takes_groups = isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
+    if not takes_groups or options.keys() & {"params", "model", "optimizer_dict"}:
+        raise ValueError(
+            f"`--optim {args.optim.value}` cannot give prompts and head rates of their own. Use another, such "
+            "as `adamw_torch` or `sgd`."
+        )
 
 
 # ---- data -----------------------------------------------------------------------------------------------------------
@@ -281,17 +385,20 @@ def adapt(method: str, model: nn.Module, args: SegmentationArguments) -> nn.Modu
     return model
 
 
-def make_optimizer(
-    model: nn.Module, args: SegmentationArguments, training: TrainingArguments
-) -> torch.optim.Optimizer:
-    """AdamW with a learning rate for the prompts and one for the head."""
+def make_optimizer(model: nn.Module, args: SegmentationArguments) -> torch.optim.Optimizer:
+    """The optimizer that `--optim` and its options name, with learning rates for the prompts and for the head.
+
+    The first group is the one whose rate the Trainer logs.
+    """
+    optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(args)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     prompts = [parameter for name, parameter in trained.items() if "provpt_" in name]
     head = [parameter for name, parameter in trained.items() if "provpt_" not in name]
-    groups = [{"params": head, "lr": training.learning_rate}]
-    if prompts:
-        groups.append({"params": prompts, "lr": args.prompt_learning_rate})
-    return torch.optim.AdamW(groups, weight_decay=training.weight_decay)
+    groups = [
+        {"params": prompts, "lr": args.learning_rate, "weight_decay": args.prompt_weight_decay},
+        {"params": head, "lr": args.head_learning_rate, "weight_decay": args.weight_decay},
+    ]
+    return optimizer_class([group for group in groups if group["params"]], **options)
 
 
 # ---- evaluation -----------------------------------------------------------------------------------------------------
@@ -357,30 +464,37 @@ def evaluate(model: nn.Module, data: Scenes, multiple: int, scales: tuple[float,
 # ---- training -------------------------------------------------------------------------------------------------------
 
 
-def run(method: str, args: SegmentationArguments, training: TrainingArguments) -> dict[str, Any]:
+def run(method: str, args: SegmentationArguments) -> dict[str, Any]:
     """Train and test one method. Returns its row of the table."""
-    set_seed(training.seed)
+    folder = Path(args.output_dir) / method
+    training = copy.copy(args)
+    training.output_dir = str(folder)
+    set_seed(args.seed)
     model = adapt(method, make_model(args), args)
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     processor = AutoImageProcessor.from_pretrained(args.model_name_or_path)
     callbacks = []
     if method == "pro-vpt":
-        callbacks.append(RelocationTrainerCallback(RelocationConfig.preset(args.preset, seed=training.seed)))
+        callbacks.append(RelocationTrainerCallback(RelocationConfig.preset(args.preset, seed=args.seed)))
     trainer = Trainer(
         model,
         training,
         train_dataset=Scenes(args.data_folder, args.train_split, processor, args, args.augment),
         callbacks=callbacks,
-        optimizers=(make_optimizer(model, args, training), None),
+        optimizers=(make_optimizer(model, args), None),
     )
     start = time.perf_counter()
-    trainer.train()
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     seconds = time.perf_counter() - start
     if isinstance(model, PeftModel):
-        model.save_pretrained(Path(training.output_dir) / method)
+        model.save_pretrained(folder)
     relocations = sum(record.prompt is not None for callback in callbacks for record in callback.history)
-    if callbacks:
-        print(f"{relocations} relocations; prompts in each block: {model.base_model.prompt_distribution()}")
+    for callback in callbacks:
+        for record in callback.history:
+            if record.note is not None:
+                print(f"after epoch {record.epoch}: {record.note}")
+        moves = sum(record.block != record.from_block for record in callback.history)
+        print(f"{moves} moves; prompts in each block: {model.base_model.prompt_distribution()}")
     test = Scenes(args.data_folder, args.test_split, processor, args)
     # A ViT's sides are whole patches; a Swin pads by itself.
     multiple = AutoConfig.from_pretrained(args.model_name_or_path).patch_size if args.head == "setr-pup" else 32
@@ -394,28 +508,13 @@ def run(method: str, args: SegmentationArguments, training: TrainingArguments) -
 
 
 def main() -> None:
-    """Compare the methods, write their results to `results.json` and print them as a table."""
-    parser = HfArgumentParser((SegmentationArguments, TrainingArguments), description=__doc__.splitlines()[0])
-    parser.set_defaults(
-        output_dir="outputs/segmentation",
-        num_train_epochs=4,
-        logging_strategy="epoch",
-        save_strategy="no",
-        learning_rate=1e-3,
-        lr_scheduler_type="cosine",
-        label_names=["labels"],
-        report_to="none",
-        remove_unused_columns=False,
-        dataloader_pin_memory=torch.cuda.is_available(),
-    )
-    args, training = parser.parse_args_into_dataclasses()
+    """Train and test the methods, write their results to `results.json` and print them as a table."""
+    args = parse()
     rows = []
     for method in args.methods:
         print(f"\n== {method} ==")
-        rows.append(run(method, args, training))
-    folder = Path(training.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "results.json").write_text(json.dumps(rows, indent=2))
+        rows.append(run(method, args))
+    Path(args.output_dir, "results.json").write_text(json.dumps(rows, indent=2))
     print(f"\n{'method':12}{'mean IoU':>11}{'accuracy':>11}{'trainable parameters':>24}{'seconds':>10}")
     for row in rows:
         metrics = f"{row['mean_iou']:11.4f}{row['accuracy']:11.4f}"

@@ -1,4 +1,7 @@
+import importlib
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,3 +18,20 @@ os.environ["OMP_NUM_THREADS"] = "1"
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def run_script(monkeypatch, capsys):
+    """Runs a script of examples/ or a research script, in this process, and returns what it printed.
+
+    Most of a short run in a process of its own is imports.
+    """
+    monkeypatch.chdir(Path(__file__).parent.parent)
+
+    def run(script, *arguments):
+        module = f"examples.{script.removesuffix('.py')}" if script.endswith(".py") else f"examples.research.{script}"
+        monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
+        importlib.import_module(module).main()
+        return capsys.readouterr().out
+
+    return run

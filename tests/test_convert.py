@@ -90,3 +90,16 @@ def test_other_layouts_are_refused(tmp_path):
     torch.save(tiny.make("vit").state_dict(), tmp_path / "vit.pth")
     with pytest.raises(ValueError, match="must hold a vision transformer with timm's names"):
         convert_timm_vit.read(tmp_path / "vit.pth")
+
+
+@pytest.mark.parametrize("name", ["blocks.0.ls1.gamma", "blocks.1.gamma_1", "reg_token", "dist_token"])
+def test_what_would_be_left_out_of_a_block_is_refused(name):
+    with pytest.raises(ValueError, match=f"but it has {name}, which `ViTModel` lacks"):
+        convert_timm_vit.convert(made_up() | {name: torch.ones(1, 1, WIDTH)})
+
+
+@pytest.mark.parametrize("heads", [0, 5, None])
+def test_heads_that_do_not_divide_the_width_are_refused(heads):
+    # By default width / 64, which is 0 here.
+    with pytest.raises(ValueError, match=f"must divide the width {WIDTH}, got {heads or 0}"):
+        convert_timm_vit.config_of(made_up(), heads, 1e-6)

@@ -72,6 +72,23 @@ def test_a_missing_demo_is_explained(tmp_path, monkeypatch, capsys):
     assert "Run `python examples/dinov2_small.py .cache/dinov2-small`" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (("--train_images", "1797"), "must be between 1 and 1796"),
+        (("--train_images", "0"), "must be between 1 and 1796"),
+        (("--epochs", "0"), "--epochs must be at least 1, got 0"),
+        (("--num_prompts", "0"), "--num_prompts must be at least 1, got 0"),
+    ],
+)
+def test_settings_out_of_range_are_refused(monkeypatch, capsys, option, message):
+    # The checkpoint is missing, so loading it would fail otherwise.
+    monkeypatch.setattr(sys, "argv", ["custom_loop.py", "--model_name_or_path", "missing", *option])
+    with pytest.raises(SystemExit):
+        custom_loop.main()
+    assert message in capsys.readouterr().err
+
+
 def test_the_script_trains_tests_and_saves(tmp_path, monkeypatch, capsys):
     tiny.make("vit").save_pretrained(tmp_path / "vit")
     arguments = dict(

@@ -1,8 +1,6 @@
 """Segmentation and detection: the generated scenes, the metric, and the scripts from end to end."""
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -19,11 +17,10 @@ from examples.research import scenes
 from provpt_peft import check_adapter
 
 
-ROOT = tiny.FOLDER.parent
-
-
 # pycocotools 2.0.11 and NumPy 2.
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+
 def test_masks_boxes_and_class_numbers_of_a_scene_agree():
     generator = np.random.default_rng(0)
     objects_seen = 0
@@ -76,11 +73,16 @@ def test_setr_gives_each_patch_its_place():
 # ---- the scripts ----------------------------------------------------------------------------------------------------
 
 
-def run(script, output, *arguments):
-    command = [sys.executable, str(ROOT / "examples" / script), "--use_cpu", "true", "--output_dir", str(output)]
-    result = subprocess.run([*command, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr[-3000:]
-    return {row["method"]: row for row in json.loads((output / "results.json").read_text())}
+@pytest.fixture
+def run(run_script):
+    """Runs a script, all methods unless told, and returns the rows of its table by method."""
+
+    def run(script, output, *arguments):
+        chosen = () if "--methods" in arguments else ("--methods", "head", "vpt-deep", "pro-vpt")
+        run_script(script, "--use_cpu", "true", "--output_dir", output, *chosen, *arguments)
+        return {row["method"]: row for row in json.loads((output / "results.json").read_text())}
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +102,7 @@ def few_scenes(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_upernet_with_a_swin(tmp_path, swin, few_scenes):
+def test_upernet_with_a_swin(run, tmp_path, swin, few_scenes):
     rows = run(
         "finetune_segmentation.py", tmp_path, "--head", "upernet", "--data_folder", few_scenes,
         "--model_name_or_path", swin, "--image_size", 64, "--head_channels", 16, "--num_prompts", 2, "--augment",
@@ -115,22 +117,26 @@ def test_upernet_with_a_swin(tmp_path, swin, few_scenes):
     check_adapter(tmp_path / "pro-vpt")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["deformable-detr", "mask2former"])
-def test_detectors_with_a_swin(tmp_path, swin, few_scenes, architecture):
+def detection(folder, swin):
     data = [
         item
         for split in ("train", "test")
         for item in (
-            f"--{split}_images", few_scenes / "images" / split,
-            f"--{split}_annotations", few_scenes / f"instances_{split}.json",
+            f"--{split}_images", folder / "images" / split,
+            f"--{split}_annotations", folder / f"instances_{split}.json",
         )
     ]  # fmt: skip
-    rows = run(
-        "finetune_detection.py", tmp_path, *data, "--architecture", architecture, "--model_name_or_path",
-        swin, "--image_size", 64, "--head_width", 32, "--head_layers", 1, "--num_prompts", 2, "--num_queries", 6,
-        "--num_train_epochs", 3, "--per_device_train_batch_size", 4,
+    return (
+        "--model_name_or_path", swin, "--image_size", 64, "--head_width", 32, "--head_layers", 1, "--num_prompts", 2,
+        "--num_queries", 6, "--per_device_train_batch_size", 4, *data,
     )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["deformable-detr", "mask2former"])
+def test_detectors_with_a_swin(run, tmp_path, swin, few_scenes, architecture):
+    arguments = ("--architecture", architecture, "--num_train_epochs", 3)
+    rows = run("finetune_detection.py", tmp_path, *detection(few_scenes, swin), *arguments)
     assert rows["vpt-deep"]["trainable_parameters"] - rows["head"]["trainable_parameters"] == 1280
     # Before the second epoch; before the third, prompts have settled.
     assert rows["pro-vpt"]["relocations"] == 1
@@ -139,12 +145,45 @@ def test_detectors_with_a_swin(tmp_path, swin, few_scenes, architecture):
     assert not any("provpt" in name for name in load_file(tmp_path / "pro-vpt" / "head.safetensors"))
 
 
+@pytest.mark.parametrize(
+    "script", ["segmentation", "deformable-detr", pytest.param("mask2former", marks=pytest.mark.slow)]
+)
+def test_a_resumed_run_equals_one_that_was_not_stopped(run, tmp_path, swin, few_scenes, script):
+    arguments = ("--methods", "pro-vpt", "--num_train_epochs", 4, "--save_strategy", "epoch", "--optim", "sgd")
+    if script == "segmentation":
+        tiny.make("vit").save_pretrained(tmp_path / "vit")
+        ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "vit")
+        arguments = (
+            "finetune_segmentation.py", tmp_path / "out", *arguments, "--data_folder", few_scenes, "--image_size", 32,
+            "--model_name_or_path", tmp_path / "vit", "--head_channels", 8, "--num_prompts", 2, "--augment", "true",
+            "--per_device_train_batch_size", 4,
+        )  # fmt: skip
+    else:
+        arguments = (
+            "finetune_detection.py", tmp_path / "out", *arguments, *detection(few_scenes, swin), "--architecture",
+            script, "--head_epochs", 1,
+        )  # fmt: skip
+    rows = run(*arguments)
+    first = (tmp_path / "out" / "pro-vpt").rename(tmp_path / "first")
+    # SGD's groups have a momentum, AdamW's have betas.
+    groups = torch.load(first / "checkpoint-6" / "optimizer.pt")["param_groups"]
+    assert ["momentum" in group for group in groups] == [True, True]
+    again = run(*arguments, "--resume_from_checkpoint", first / "checkpoint-6")
+    assert not (tmp_path / "out" / "pro-vpt" / "checkpoint-3").exists()
+    for results in (rows, again):
+        del results["pro-vpt"]["seconds"]
+    assert again == rows
+    assert rows["pro-vpt"]["relocations"] >= 1
+    for path in first.glob("*.safetensors"):
+        assert path.read_bytes() == (tmp_path / "out" / "pro-vpt" / path.name).read_bytes(), path.name
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "size", "metric", "margin"),
     [("finetune_segmentation.py", 112, "mean_iou", 0.02), ("finetune_detection.py", 84, "ap", 0.01)],
 )
-def test_prompts_raise_the_metric_of_the_demo_s_backbone(tmp_path, script, size, metric, margin):
+def test_prompts_raise_the_metric_of_the_demo_s_backbone(run, tmp_path, script, size, metric, margin):
     """DINOv2-S, the scripts' defaults: docs/tasks.md has what was to be reached and what was."""
     dinov2_small.prepare()
     scenes.write(scenes.CACHE / f"scenes-{size}", size=size)

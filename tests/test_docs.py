@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import numpy as np
@@ -20,7 +21,7 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from docs import make_notebook
 from examples import finetune_detection
-from provpt_peft import ProVPTConfig, RelocationTrainerCallback
+from provpt_peft import ProVPTConfig, Relocation, RelocationTrainerCallback
 from provpt_peft.backbone.families import FAMILIES, BackboneFamily
 
 
@@ -112,6 +113,24 @@ def test_snippets_run(page, checkpoints, folder):
     path = next(path for path in PAGES if path.name == page and "tests" not in path.parts)
     for number, code in enumerate(blocks(path)):
         exec(compile(with_checkpoints(code, checkpoints), f"{page}, block {number}", "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", ["quickstart.md", "howto.md"])
+def test_printed_records_read_well(page, capsys):
+    history = [
+        Relocation(epoch=2, prompt=7, from_block=3, block=9, idleness=0.5),
+        Relocation(epoch=3, prompt=8, from_block=4, block=4, idleness=0.5),
+        Relocation(epoch=4, note="Not finite."),
+    ]
+    owner = SimpleNamespace(history=history)
+    code = "".join(blocks(ROOT / "docs" / page))
+    (loop,) = re.findall(r"^for \w+ in \w+\.history:\n(?: .*\n)+", code, re.MULTILINE)
+    exec(loop, dict(callback=owner, relocator=owner))
+    assert capsys.readouterr().out.splitlines() == [
+        "after epoch 2: prompt 7 from block 3 to 9",
+        "after epoch 3: prompt 8 stays in block 4",
+        "after epoch 4: Not finite.",
+    ]
 
 
 def test_each_page_with_snippets_is_run_somewhere():

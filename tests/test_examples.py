@@ -1,8 +1,10 @@
 """The example scripts, as a user runs them, on tiny models and a handful of images."""
 
 import ast
+import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,23 +13,17 @@ import hub_server
 import numpy as np
 import pytest
 import tiny
+import torch
 from peft import PeftModel
 from PIL import Image
 from transformers import AutoModelForImageClassification, ViTImageProcessor
 
+from examples import dinov2_small
+from examples import finetune_image_classification as classification
 from provpt_peft import load_image_classifier
 
 
 ROOT = Path(__file__).parent.parent
-
-
-def run(script, *arguments):
-    """A script by its file in examples/, or a research script by its module."""
-    how = [f"examples/{script}"] if script.endswith(".py") else ["-m", f"examples.research.{script}"]
-    command = [sys.executable, *how, *map(str, arguments)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
 
 
 def read_results(tmp_path):
@@ -53,12 +49,12 @@ def image_folder(tmp_path):
     return tmp_path / "images"
 
 
-def test_finetuning_compares_the_methods(tmp_path, checkpoint):
+def test_finetuning_compares_the_methods(run_script, tmp_path, checkpoint):
     ViTImageProcessor(size={"height": 48, "width": 48}).save_pretrained(checkpoint)
-    output = run(
+    output = run_script(
         "finetune_image_classification.py", "--model_name_or_path", checkpoint, "--dataset_name", "digits",
-        "--image_size", 32, "--num_prompts", 2, "--num_train_epochs", 3, "--max_train_samples", 16,
-        "--max_test_samples", 16, "--output_dir", tmp_path / "out", "--use_cpu", "true",
+        "--image_size", 32, "--methods", "linear", "vpt-deep", "pro-vpt", "--num_prompts", 2, "--num_train_epochs", 3,
+        "--max_train_samples", 16, "--max_test_samples", 16, "--output_dir", tmp_path / "out", "--use_cpu", "true",
     )  # fmt: skip
     rows = json.loads((tmp_path / "out" / "results.json").read_text())
     assert [row["method"] for row in rows] == ["linear", "vpt-deep", "pro-vpt"]
@@ -77,21 +73,243 @@ def test_finetuning_compares_the_methods(tmp_path, checkpoint):
     assert len(labels) == 10
 
 
-def test_finetuning_on_a_folder_of_images(tmp_path, checkpoint, image_folder):
-    output = run(
+def test_finetuning_on_a_folder_of_images(run_script, tmp_path, checkpoint, image_folder):
+    output = run_script(
         "finetune_image_classification.py", "--model_name_or_path", checkpoint, "--image_folder", image_folder,
-        "--methods", "pro-vpt", "--num_prompts", 1, "--num_train_epochs", 2, "--output_dir", tmp_path / "out",
-        "--use_cpu", "true",
+        "--num_prompts", 1, "--num_train_epochs", 2, "--output_dir", tmp_path / "out", "--use_cpu", "true",
     )  # fmt: skip
     assert "train: 16 images, validation: 4 images, test: 4 images" in output
+    # One method, unless more are asked for.
+    assert [row["method"] for row in json.loads((tmp_path / "out" / "results.json").read_text())] == ["pro-vpt"]
     base = AutoModelForImageClassification.from_pretrained(checkpoint, num_labels=2, ignore_mismatched_sizes=True)
     model = PeftModel.from_pretrained(base, tmp_path / "out" / "pro-vpt")
     assert len(model.base_model.prompts()) == 4
 
 
-def test_help_explains_itself():
-    output = run("finetune_image_classification.py", "--help")
-    assert "Prompts in each block at the start" in " ".join(output.split())
+def test_training_arguments_are_heeded(run_script, tmp_path, checkpoint, image_folder):
+    """The optimizer, and resuming: the same adapter as from a run that was not stopped."""
+    arguments = (
+        "finetune_image_classification.py", "--model_name_or_path", checkpoint, "--image_folder", image_folder,
+        "--num_prompts", 2, "--num_train_epochs", 4, "--output_dir", tmp_path / "out", "--use_cpu", "true",
+        "--optim", "sgd", "--optim_args", "momentum=0.75", "--learning_rate", 0.5, "--head_learning_rate", 0.25,
+        "--weight_decay", 0.125, "--save_strategy", "epoch", "--lr_scheduler_type", "constant",
+    )  # fmt: skip
+    run_script(*arguments)
+    folder = tmp_path / "out" / "pro-vpt"
+    prompts, head = torch.load(folder / "checkpoint-4" / "optimizer.pt")["param_groups"]
+    assert [(group["lr"], group["weight_decay"]) for group in (prompts, head)] == [(0.5, 0.0), (0.25, 0.125)]
+    assert prompts["momentum"] == head["momentum"] == 0.75
+    first = folder.rename(tmp_path / "first")
+    run_script(*arguments, "--resume_from_checkpoint", first / "checkpoint-4", "--do_train", "--do_eval")
+    assert not (folder / "checkpoint-2").exists()
+    name = "adapter_model.safetensors"
+    assert (folder / name).read_bytes() == (first / name).read_bytes()
+    assert (folder / name).read_bytes() != (first / "checkpoint-4" / name).read_bytes()
+
+
+SCRIPTS = {
+    "finetune_image_classification": ("linear", ["--model_name_or_path", "missing", "--dataset_name", "digits"]),
+    "finetune_segmentation": ("head", ["--model_name_or_path", "missing", "--data_folder", "missing"]),
+    "finetune_detection": (
+        "head", ["--model_name_or_path", "missing", *(
+            f"--{split}_{what}=missing" for split in ("train", "test") for what in ("images", "annotations")
+        )],
+    ),
+}  # fmt: skip
+
+
+def parsed(monkeypatch, script, *arguments):
+    module = importlib.import_module(f"examples.{script}")
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", *SCRIPTS[script][1], "--use_cpu", "true", *arguments])
+    result = module.parse()
+    return module, result[-1] if isinstance(result, tuple) else result
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_optimizers_have_a_group_for_prompts_and_one_for_the_head(monkeypatch, script):
+    _, defaults = parsed(monkeypatch, script)
+    assert defaults.methods == ["pro-vpt"]
+    options = ["--optim", "rmsprop", "--learning_rate=2", "--head_learning_rate=3", "--weight_decay=4"]
+    module, args = parsed(monkeypatch, script, *options)
+    model = tiny.prompted(tiny.make("vit"))
+    optimizer = module.make_optimizer(model, args)
+    assert type(optimizer) is torch.optim.RMSprop
+    prompts, head = optimizer.param_groups
+    assert [parameter.shape for parameter in prompts["params"]] == [model.base_model.prompts().shape]
+    assert (prompts["lr"], prompts["weight_decay"], head["lr"], head["weight_decay"]) == (2, 0, 3, 4)
+    assert len(head["params"]) == 2
+    _, args = parsed(monkeypatch, script, "--prompt_weight_decay=5")
+    assert module.make_optimizer(model, args).param_groups[0]["weight_decay"] == 5
+    # Without prompts.
+    model.base_model.prompts().requires_grad_(False)
+    assert [group["lr"] for group in module.make_optimizer(model, args).param_groups] == [args.head_learning_rate]
+
+
+REFUSED = [
+    (["--resume_from_checkpoint", "missing"], "must be a folder that the Trainer saved, got missing"),
+    (["--methods", "vpt-deep", "pro-vpt", "--resume_from_checkpoint", "missing"], "A checkpoint is of one method"),
+    (["--preset", "adding"], "invalid choice"),
+    (["--methods", "vpt-deep", "--preset", "paper"], "`--methods` must have `pro-vpt`"),
+    (["--num_prompts", "0"], "`num_prompts` must be at least 1"),
+    (["--push_to_hub"], "call `provpt_peft.push_to_hub` after training"),
+    (["--remove_unused_columns", "true"], "`--remove_unused_columns` has to keep its default"),
+    (["--optim_target_modules", "all-linear"], "`--optim_target_modules` has to keep its default"),
+    (["--optim", "adamw_8bit"], "bitsandbytes"),
+    (["--optim", "adam"], "invalid choice"),
+    (["--do_eval"], "--do_eval"),
+    (["--prompt_learning_rate", "1"], "not used"),
+]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=lambda value: " ".join(value) * isinstance(value, list))
+def test_options_that_would_be_ignored_are_refused(monkeypatch, capsys, script, options, message):
+    # The model and the data are missing, so loading anything would fail otherwise.
+    with pytest.raises(SystemExit, match="2"):
+        parsed(monkeypatch, script, *options)
+    *_, error = capsys.readouterr().err.splitlines()
+    assert message in error
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_options_of_prompts_are_refused_where_there_are_none(monkeypatch, capsys, script):
+    parsed(monkeypatch, script, "--methods", SCRIPTS[script][0], "--head_learning_rate", "1")
+    for option in ("--num_prompts=1", "--prompt_dropout=0.5", "--learning_rate=1", "--prompt_weight_decay=1"):
+        with pytest.raises(SystemExit):
+            parsed(monkeypatch, script, "--methods", SCRIPTS[script][0], option)
+        assert f"`{option.split('=')[0]}` is of prompts" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("script", ["finetune_segmentation", "finetune_detection"])
+def test_scripts_that_do_not_validate_say_so(monkeypatch, capsys, script):
+    for options in (["--eval_strategy", "epoch"], ["--bf16_full_eval"], ["--label_smoothing_factor", "0.1"]):
+        with pytest.raises(SystemExit):
+            parsed(monkeypatch, script, *options)
+        assert f"`{options[0]}` has to keep its default" in capsys.readouterr().err
+
+
+def test_data_options_that_would_be_ignored_are_refused(monkeypatch, capsys, tmp_path):
+    for options, message in (
+        (["--image_column_name", "img"], "is not for `digits`"),
+        (["--dataset_config_name", "plain"], "is for data sets of the Hub"),
+        (["--image_folder", str(tmp_path)], "Give one of"),
+        (["--eval_do_concat_batches", "false"], "has to keep its default"),
+        (["--do_train", "--do_eval", "--eval_strategy", "no"], "Leave `--do_train`"),
+        (["--keep_images", "true", "--dataloader_num_workers", "2"], "needs `--dataloader_persistent_workers`"),
+    ):
+        with pytest.raises(SystemExit):
+            parsed(monkeypatch, "finetune_image_classification", *options)
+        assert message in capsys.readouterr().err
+
+
+def test_a_refusal_as_users_see_it():
+    script = "finetune_image_classification"
+    options = [*SCRIPTS[script][1], "--resume_from_checkpoint", "/nonexistent", "--optim", "sgd"]
+    command = [sys.executable, f"examples/{script}.py", *options]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert "error: `--resume_from_checkpoint` must be a folder" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_help_explains_itself(monkeypatch, capsys):
+    for script, (method, _) in SCRIPTS.items():
+        with pytest.raises(SystemExit, match="0"):
+            parsed(monkeypatch, script, "--help")
+        text = " ".join(capsys.readouterr().out.split())
+        for explanation in (
+            "Prompts in each block at the start", "Learning rate of the prompts. (default: ",
+            "HEAD_LEARNING_RATE Learning rate of ", "(default: ['pro-vpt'])", f"{{{method},vpt-deep,pro-vpt}}",
+        ):  # fmt: skip
+            assert explanation in text, explanation
+
+
+def test_notes_are_printed(run_script, tmp_path, checkpoint, image_folder):
+    output = run_script(
+        "finetune_image_classification.py", "--model_name_or_path", checkpoint, "--image_folder", image_folder,
+        "--num_prompts", 1, "--num_train_epochs", 4, "--learning_rate", 1e30, "--max_grad_norm", 0, "--use_cpu",
+        "true", "--output_dir", tmp_path / "out", "--head_learning_rate", 1e30,
+    )  # fmt: skip
+    assert "\nafter epoch 1: The loss or a score was not finite" in output
+    assert "\n0 moves; prompts in each block: [1, 1, 1, 1]\n" in output
+    assert "None" not in output
+
+
+def images_in(folder, pictures):
+    for label in ("cat", "dog"):
+        (folder / label).mkdir(parents=True)
+        for name, picture in pictures.items():
+            picture.save(folder / label / name, **({"exif": TURNED} if name == "turned.jpg" else {}))
+    return folder
+
+
+TURNED = Image.Exif()
+TURNED[274] = 6  # the camera was held upright
+
+
+def test_pictures_of_all_kinds(tmp_path, checkpoint):
+    pixels = Image.fromarray(np.random.default_rng(0).integers(0, 255, (20, 30, 3), dtype=np.uint8))
+    pictures = {
+        "gray.png": pixels.convert("L"), "clear.png": pixels.convert("RGBA"), "printed.jpg": pixels.convert("CMYK"),
+        "palette.gif": pixels.convert("P"), "lines.png": pixels.convert("1"), "turned.jpg": pixels,
+    }  # fmt: skip
+    folder = images_in(tmp_path / "kinds", pictures)
+    arguments = classification.DataArguments(image_folder=str(folder))
+    splits = classification.load_images(arguments, seed=0)
+    data = classification.ResizedImages(splits["train"], ViTImageProcessor.from_pretrained(checkpoint), keep=False)
+    for index in range(len(data)):
+        name = Path(data.split[index]["image"]["path"]).name
+        picture = data.picture(data.split[index]["image"], index)
+        assert (picture.mode, picture.size) == ("RGB", (20, 30) if name == "turned.jpg" else (30, 20))
+        assert data[index]["pixels"].shape == (3, 32, 32)
+
+
+def test_pictures_that_cannot_be_used_are_named(tmp_path, checkpoint):
+    deep = Image.fromarray(np.full((20, 20), 1000, dtype=np.uint16))
+    folder = images_in(tmp_path / "deep", {f"{number}.png": deep for number in range(5)})
+    splits = classification.load_images(classification.DataArguments(image_folder=str(folder)), seed=0)
+    processor = ViTImageProcessor.from_pretrained(checkpoint)
+    with pytest.raises(ValueError, match=r"8 bits a channel, but .*[0-4]\.png has more"):
+        classification.ResizedImages(splits["train"], processor, keep=False)[0]
+    for path in folder.rglob("*.png"):
+        path.write_text("no picture")
+    with pytest.raises(ValueError, match=r"The image .*[0-4]\.png cannot be read"):
+        classification.ResizedImages(splits["train"], processor, keep=False)[0]
+
+
+def test_labels_and_columns(tmp_path, image_folder):
+    def load(**arguments):
+        return classification.load_images(classification.DataArguments(**arguments), seed=0)
+
+    with pytest.raises(ValueError, match="There is no column species, but image, label"):
+        load(image_folder=str(image_folder), label_column_name="species")
+    with pytest.raises(ValueError, match="A folder needs a sub-folder for each class"):
+        load(image_folder=str(image_folder / "cat"))
+    own = tmp_path / "own"
+    for split in ("train", "validation"):
+        shutil.copytree(image_folder, own / split)
+    assert {name: len(split) for name, split in load(image_folder=str(own)).items()} == dict.fromkeys(
+        ("train", "validation", "test"), 20
+    )
+    with pytest.raises(ValueError, match="has a validation split of its own"):
+        load(image_folder=str(own), validation_share=0.1)
+    # Names or numbers of classes in another column.
+    lines = [json.dumps({"file_name": f"cat/{n}.png", "species": 10 * (n % 3)}) for n in range(10)]
+    (image_folder / "metadata.jsonl").write_text("\n".join(lines))
+    for path in (image_folder / "dog").iterdir():
+        path.unlink()
+    splits = load(image_folder=str(image_folder), label_column_name="species")
+    assert splits["train"].features["label"].names == ["0", "10", "20"]
+    (image_folder / "metadata.jsonl").write_text("\n".join(lines[:1] + lines[3:4]))
+    for number in (1, 2, 4, 5, 6, 7, 8, 9):
+        (image_folder / "cat" / f"{number}.png").unlink()
+    with pytest.raises(ValueError, match=r"at least two classes, got \['0'\]"):
+        load(image_folder=str(image_folder), label_column_name="species")
+
+
+def test_a_folder_with_something_else_in_it_gets_no_checkpoint(tmp_path):
+    with pytest.raises(FileExistsError, match="must not exist or must hold a checkpoint"):
+        dinov2_small.prepare(tmp_path)
 
 
 @pytest.mark.parametrize("script", ["custom_loop.py", *(path.name for path in ROOT.glob("examples/finetune_*.py"))])
@@ -106,8 +324,8 @@ def test_a_script_can_be_copied_out(script):
 
 
 @pytest.mark.slow
-def test_idleness_fidelity(tmp_path):
-    output = run(
+def test_idleness_fidelity(run_script, tmp_path):
+    output = run_script(
         "idleness_fidelity", "--backbones", "Swin", "--tasks", "digits", "--stages", 0, 1, "--train_images", 16,
         "--truth_images", 8, "--score_images", 4, "--threads", 1, "--output", tmp_path / "results.jsonl",
     )  # fmt: skip
@@ -119,12 +337,12 @@ def test_idleness_fidelity(tmp_path):
 
 
 @pytest.mark.slow
-def test_cost_benchmark(tmp_path):
+def test_cost_benchmark(run_script, tmp_path):
     arguments = (
         "cost", "--shapes", "vit-tiny", "--image_size", 32, "--num_prompts", 2, "--rounds", 1,
         "--device", "cpu", "--output", tmp_path / "cost.jsonl", "--pictures", tmp_path,
     )  # fmt: skip
-    output = run(*arguments)
+    output = run_script(*arguments)
     lines = {r["contender"]: r for r in map(json.loads, (tmp_path / "cost.jsonl").read_text().splitlines())}
     assert all(f"\n| {contender} |" in output for contender in lines)
     assert (tmp_path / "cost_vit-tiny_cpu_2.png").exists()
@@ -138,17 +356,17 @@ def test_cost_benchmark(tmp_path):
     assert full["peak_memory_bytes"] > 2 * 4 * full["trainable_parameters"]
     assert full["file_bytes"] > 4 * full["trainable_parameters"]
     # What is finished is not run again.
-    run(*arguments)
+    run_script(*arguments)
     assert len((tmp_path / "cost.jsonl").read_text().splitlines()) == len(lines) == 8
 
 
-def test_strategies_of_table_3(tmp_path, checkpoint):
+def test_strategies_of_table_3(run_script, tmp_path, checkpoint):
     arguments = (
         "strategies", "--model_name_or_path", checkpoint, "--tasks", "digits", "--seeds", 0, 1, "--epochs", 3,
         "--train_images", 32, "--image_size", 32, "--num_prompts", 2, "--output", tmp_path / "results.jsonl",
         "--threads", 1, "--strategies", "VPT baseline", "A", "adding", "default",
     )  # fmt: skip
-    output = run(*arguments)
+    output = run_script(*arguments)
     lines = read_results(tmp_path)
     # All percentages of (A) on the first seed, the best of them on the second.
     names = [line["strategy"] for line in lines]
@@ -161,7 +379,7 @@ def test_strategies_of_table_3(tmp_path, checkpoint):
     assert (totals["VPT baseline"], totals["A50"], totals["adding"], totals["default"]) == (8, 4, 8, 8)
     assert f"(A) Pruning {best[1:]} %" in output
     # Nothing is run twice.
-    run(*arguments)
+    run_script(*arguments)
     assert len(read_results(tmp_path)) == len(lines)
 
 
@@ -173,10 +391,10 @@ def offline_arguments(tmp_path, checkpoint):
     )  # fmt: skip
 
 
-def test_offline_suite_chooses_rates_and_compares_numbers_of_prompts(tmp_path, checkpoint):
+def test_offline_suite_chooses_rates_and_compares_numbers_of_prompts(run_script, tmp_path, checkpoint):
     arguments = (*offline_arguments(tmp_path, checkpoint), "--seeds", 0, 1)
     compared = ("--num_prompts", 2, "--methods", "vpt-deep", "pro-vpt-default")
-    output = run(*arguments, *compared)
+    output = run_script(*arguments, *compared)
     lines = read_results(tmp_path)
     # Two learning rates on the first seed, the better one by validation on the second.
     assert [line["seed"] for line in lines] == [0] * 4 + [1] * 2
@@ -193,7 +411,7 @@ def test_offline_suite_chooses_rates_and_compares_numbers_of_prompts(tmp_path, c
     assert "a block |" not in output
 
     # Another number of prompts on the first seed: the same table of it, and one over both numbers on that seed.
-    output = run(*arguments, "--seeds", 0, "--num_prompts", 1, "--methods", "vpt-deep", "pro-vpt-default")
+    output = run_script(*arguments, "--seeds", 0, "--num_prompts", 1, "--methods", "vpt-deep", "pro-vpt-default")
     first, second = (line for line in read_results(tmp_path)[6:] if line["method"] == "vpt-deep")
     at_one = second if second["validation_accuracy"] > first["validation_accuracy"] else first
     assert "| task | method | 1 a block | 2 a block | spread |" in output
@@ -202,13 +420,13 @@ def test_offline_suite_chooses_rates_and_compares_numbers_of_prompts(tmp_path, c
     with Image.open(tmp_path / "robustness.png") as picture:
         assert picture.width > 300
     # Nothing is run twice.
-    assert run(*arguments, *compared).count("| pro-vpt-default |") == 3
+    assert run_script(*arguments, *compared).count("| pro-vpt-default |") == 3
     assert len(read_results(tmp_path)) == 10
 
 
 @pytest.mark.slow
-def test_offline_suite_with_all_methods(tmp_path, checkpoint):
-    output = run(
+def test_offline_suite_with_all_methods(run_script, tmp_path, checkpoint):
+    output = run_script(
         *offline_arguments(tmp_path, checkpoint), "--num_prompts", 2, "--seeds", 0, "--learning_rates", 1e-3,
         "--prune_shares", 0.5, "--methods", *(method for method in VTAB_METHODS if method != "vpt-deep-constant"),
     )  # fmt: skip
@@ -239,7 +457,7 @@ VTAB_METHODS = (
         pytest.param("fgvc", VTAB_METHODS, marks=pytest.mark.slow),
     ],
 )
-def test_vtab_and_fgvc_on_a_miniature_copy_of_their_layout(tmp_path, checkpoint, suite, methods):
+def test_vtab_and_fgvc_on_a_miniature_copy_of_their_layout(run_script, tmp_path, checkpoint, suite, methods):
     generator = np.random.default_rng(0)
     task = {"vtab-1k": "kitti", "fgvc": "Stanford-cars"}[suite]
     folder = tmp_path / task
@@ -266,13 +484,13 @@ def test_vtab_and_fgvc_on_a_miniature_copy_of_their_layout(tmp_path, checkpoint,
         "--image_size", 32, "--num_prompts", 2, "--base_lrs", 1, 0.1, "--weight_decays", 0, "--prune_shares", 0.5,
         "--seeds", 0, 1, "--device", "cpu", "--output", tmp_path / "results.jsonl",
     )  # fmt: skip
-    output = run(*arguments, "--tasks", task)
+    output = run_script(*arguments, "--tasks", task)
     assert f"{task} is left out: {task} should have" in output
     assert "`--any_size` takes other numbers of images" in output
 
     # A task that is missing is named, the others run.
     other = {"vtab-1k": "dmlab", "fgvc": "nabirds"}[suite]
-    output = run(*arguments, "--any_size", "--tasks", other, task, "--methods", *methods)
+    output = run_script(*arguments, "--any_size", "--tasks", other, task, "--methods", *methods)
     assert f"{other} is left out: there is no" in output
     lines = read_results(tmp_path)
     assert len(lines) == len(methods) * 4
@@ -288,11 +506,11 @@ def test_vtab_and_fgvc_on_a_miniature_copy_of_their_layout(tmp_path, checkpoint,
         constant = method.startswith("pro-vpt") or method == "vpt-deep-constant"
         assert first["batch_size"] == (64 if constant else 128)
         assert f"\n| {method} |" in output
-    run(*arguments, "--any_size", "--tasks", task, "--methods", "vpt-deep")
+    run_script(*arguments, "--any_size", "--tasks", task, "--methods", "vpt-deep")
     assert len(read_results(tmp_path)) == len(lines)
     # Runs on other splits are not mixed with these.
     (folder / {"vtab-1k": "val200.txt", "fgvc": "val.json"}[suite]).write_text(other_split)
-    output = run(*arguments, "--any_size", "--tasks", task, "--methods", "vpt-deep")
+    output = run_script(*arguments, "--any_size", "--tasks", task, "--methods", "vpt-deep")
     assert "has runs on other splits" in output
     assert len(read_results(tmp_path)) == len(lines)
 
@@ -335,13 +553,13 @@ def test_a_task_of_vtab_from_the_hub(tmp_path):
 
 
 @pytest.mark.slow
-def test_adjustments_benchmark_and_the_noise_fitted_to_it(tmp_path, checkpoint):
+def test_adjustments_benchmark_and_the_noise_fitted_to_it(run_script, tmp_path, checkpoint):
     arguments = (
         "adjustments", "--model_name_or_path", checkpoint, "--stages", 1, 2, "--repeats", 2,
         "--train_images", 16, "--validation_images", 8, "--image_size", 32, "--num_prompts", 2, "--threads", 1,
         "--output", tmp_path / "results.jsonl", "--pictures", tmp_path,
     )  # fmt: skip
-    output = run(*arguments)
+    output = run_script(*arguments)
     lines = read_results(tmp_path)
     cells = [(line["epoch"], line["repeat"], line["adjustment"]) for line in lines]
     assert cells == [(epoch, repeat, what) for epoch in (1, 2) for repeat in (0, 1) for what in ("add", "move")]
@@ -357,8 +575,8 @@ def test_adjustments_benchmark_and_the_noise_fitted_to_it(tmp_path, checkpoint):
     with Image.open(tmp_path / "adjustments_digits_1e-06.png") as picture:
         assert picture.width > 1000
     # Nothing is run twice.
-    assert run(*arguments) == output
-    output = run(
+    assert run_script(*arguments) == output
+    output = run_script(
         "allocator_regret", "--fit", tmp_path / "results.jsonl", "--seeds", 1, "--moves", 4,
         "--output", tmp_path / "regret.png",
     )  # fmt: skip
@@ -366,8 +584,8 @@ def test_adjustments_benchmark_and_the_noise_fitted_to_it(tmp_path, checkpoint):
 
 
 @pytest.mark.slow
-def test_allocator_regret_benchmark(tmp_path):
-    output = run(
+def test_allocator_regret_benchmark(run_script, tmp_path):
+    output = run_script(
         "allocator_regret", "--seeds", 1, "--moves", 4, "--output", tmp_path / "regret.png"
     )  # fmt: skip
     for contender in ("uniform", "thompson", "ppo (paper)", "ppo (default)", "greedy"):
