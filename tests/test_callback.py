@@ -369,6 +369,20 @@ def test_reporters_with_histograms_of_their_own():
     assert logged["relocation/distribution"].np_histogram == ([2, 0, 1], [0.5, 1.5, 2.5, 3.5])
 
 
+def test_a_checkpoint_whose_prompts_were_not_loaded_is_refused(tmp_path):
+    """As where a model around the adapter is saved under names that it does not load."""
+
+    class Forgets(Trainer):
+        def _load_from_checkpoint(self, *args, **kwargs):
+            pass
+
+    trained(tmp_path, config=moving(), save_strategy="epoch", num_train_epochs=2)
+    checkpoint = str(tmp_path / f"checkpoint-{2 * STEPS_AN_EPOCH}")
+    message = r"begin with the checkpoint's prompts, but that has \[.*\] prompts .* and the model \[3, 3, 3, 3\]"
+    with pytest.raises(ValueError, match=message):
+        trained(tmp_path, resume_from_checkpoint=checkpoint, config=moving(), trainer_class=Forgets)
+
+
 def test_metrics_of_a_run_that_resumes_at_its_last_step(tmp_path):
     settings = dict(num_train_epochs=1, save_strategy="epoch", eval_strategy="epoch")
     trainer, _ = trained(tmp_path, **settings)

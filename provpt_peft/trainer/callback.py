@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from accelerate.utils.memory import should_reduce_batch_size
 from peft.utils import CONFIG_NAME
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
@@ -55,7 +56,7 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
         >>> callback = RelocationTrainerCallback(RelocationConfig())
         >>> trainer = Trainer(model, args, train_dataset=train, eval_dataset=validation, callbacks=[callback])
         >>> trainer.train()
-        >>> [(record.prompt, record.from_block, record.block) for record in callback.history]
+        >>> [record.note or (record.prompt, record.from_block, record.block) for record in callback.history]
         ```
     """
 
@@ -88,6 +89,7 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
                 told = "The checkpoint was written without %s, so relocation starts afresh at step %d."
                 logger.warning(told, name, state.global_step)
             else:
+                _check_loaded(self.relocator, saved["prompt_blocks"])
                 self.relocator.load_state_dict(saved["relocator"])
                 # A checkpoint of an epoch's last step is written before the epoch ends.
                 self._inside_epoch = saved["inside_epoch"] and state.epoch % 1 != 0
@@ -179,8 +181,12 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
             return self._saved
         attributes = {}
         if self.relocator is not None:
-            saved = {"relocator": self.relocator.state_dict(), "inside_epoch": self._inside_epoch}
-            attributes["saved"] = saved | {"metrics": self._metrics()}
+            attributes["saved"] = {
+                "relocator": self.relocator.state_dict(),
+                "prompt_blocks": self.relocator.blocks().tolist(),
+                "inside_epoch": self._inside_epoch,
+                "metrics": self._metrics(),
+            }
         return {"args": {"config": self.config.settings()}, "attributes": attributes}
 
     def run(self) -> Run:
@@ -211,6 +217,17 @@ def _check(args: TrainingArguments, trainer: Trainer) -> None:
     if ours > 1:
         raise ValueError(
             f"A Trainer has one RelocationTrainerCallback, got {ours}: their states could not be told apart. Give one."
+        )
+
+
+def _check_loaded(relocator: Relocator, prompt_blocks: list[int]) -> None:
+    """The Trainer loads a model around an adapter non-strictly: tensors under other names are left out in silence."""
+    present = relocator.blocks().tolist()
+    if present != prompt_blocks:
+        saved, now = (torch.bincount(torch.tensor(blocks)).tolist()[1:] for blocks in (prompt_blocks, present))
+        raise ValueError(
+            f"A resumed run must begin with the checkpoint's prompts, but that has {saved} prompts in its blocks, and "
+            f"the model {now}: the checkpoint's tensors were not loaded into it. Compare their names with the model's."
         )
 
 
