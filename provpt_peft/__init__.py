@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .config import ProVPTConfig
 from .model import ProVPTModel
+from .optimizer import create_provpt_optimizer
 from .records import Relocation
 from .registration import register
 from .relocation import PPOConfig, RelocationConfig, Relocator
@@ -47,6 +48,7 @@ __all__ = [
     "Relocator",
     "__version__",
     "check_adapter",
+    "create_provpt_optimizer",
     "figures",
     "load_image_classifier",
     "push_to_hub",
