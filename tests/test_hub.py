@@ -11,6 +11,7 @@ import transformers
 from peft import LoraConfig, PeftModel
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 import provpt_peft
 from provpt_peft import ProVPTConfig, check_adapter, cli, load_image_classifier
@@ -110,6 +111,31 @@ def test_image_processor_of_the_adapter_comes_first(adapter):
     assert load_image_classifier(adapter).image_processor.size == {"height": 16, "width": 16}
 
 
+def test_image_processor_that_a_processor_of_several_inputs_saved(adapter):
+    tiny.processor(16).save_pretrained(adapter)
+    assert not (adapter / "preprocessor_config.json").exists()
+    image_processor = load_image_classifier(adapter).image_processor
+    assert image_processor.crop_size == {"height": 16, "width": 16}
+    assert image_processor.to_dict() == AutoImageProcessor.from_pretrained(adapter).to_dict()
+
+
+def test_a_processor_without_images_leaves_the_base_model_s(adapter):
+    (adapter / "processor_config.json").write_text('{"processor_class": "CLIPProcessor"}')
+    assert load_image_classifier(adapter).image_processor.size == {"height": 32, "width": 32}
+
+
+@pytest.mark.parametrize("name", ["preprocessor_config.json", "processor_config.json"])
+@pytest.mark.parametrize(
+    "content", ["", '{"image_processor": {"size"', '{"image_processor": {"image_processor_type": "X"}}']
+)
+def test_image_processor_that_cannot_be_read(monkeypatch, adapter, name, content):
+    monkeypatch.setattr(transformers.AutoModelForImageClassification, "from_pretrained", None)
+    (adapter / name).write_text(content)
+    message = rf"^{adapter}: an adapter's own image processor must be one .* can load, got .* Save it anew"
+    with pytest.raises(ValueError, match=message):
+        load_image_classifier(adapter)
+
+
 def test_a_new_number_of_classes_comes_from_the_adapter(tmp_path, base):
     names = {0: "a", 1: "b", 2: "c", 3: "d", 4: "e"}
     settings = dict(id2label=names, ignore_mismatched_sizes=True)
@@ -126,7 +152,7 @@ def test_hub_ids_are_downloaded_and_only_the_files_that_are_read(monkeypatch, ad
     asked = []
     monkeypatch.setattr(hub, "snapshot_download", lambda *args, **kwargs: asked.append((args, kwargs)) or str(adapter))
     assert load_image_classifier("someone/flowers", cache_dir="somewhere").labels == NAMES
-    files = ["adapter_config.json", "adapter_model.safetensors", "preprocessor_config.json"]
+    files = ["adapter_config.json", "adapter_model.safetensors", "preprocessor_config.json", "processor_config.json"]
     assert asked == [(("someone/flowers",), dict(allow_patterns=files, cache_dir="somewhere"))]
 
 
@@ -252,6 +278,7 @@ def test_labels_and_the_base_model_s_own_head_of_different_numbers_of_classes(tm
 def test_no_head_anywhere(tmp_path, base):
     save_adapter(tmp_path / "adapter", base, modules_to_save=None)
     transformers.ViTModel.from_pretrained(base).save_pretrained(tmp_path / "bare")
+    transformers.ViTImageProcessorPil().save_pretrained(tmp_path / "bare")
     with pytest.raises(ValueError, match=r"must have a head, got no \['classifier.bias', 'classifier.weight'\]"):
         load_image_classifier(tmp_path / "adapter", base_model=tmp_path / "bare")
 
