@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from peft.tuners import tuners_utils
@@ -44,6 +44,9 @@ class ProVPTModel(BaseTuner):
     target_module_mapping: dict[str, list[str]] = {}
     # All blocks share one bank, so `inject_adapter_in_model`, which returns the bare model, would lose it.
     uses_shared_state: bool = True
+
+    # Called with the `PeftModel` when PEFT saves or loads an adapter; `provpt_peft` sets it to what keeps the card.
+    keep_card: ClassVar[Callable[[nn.Module], None] | None] = None
 
     bank: PromptBank
     patch_size: Any
@@ -241,6 +244,8 @@ class ProVPTModel(BaseTuner):
     ) -> dict[str, Tensor]:
         selected = super()._get_adapter_state_dict(model, config, adapter_name, *args, **kwargs)
         _tuner(model).bank.check(adapter_name, selected)
+        if cls.keep_card is not None:
+            cls.keep_card(model)
         # The config is written after the tensors. transformers sets the kind of labels in the first training step.
         config.remember_labels(_tuner(model).model)
         return selected
@@ -251,6 +256,8 @@ class ProVPTModel(BaseTuner):
     ) -> dict[str, Tensor]:
         remapped = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
         _tuner(model).bank.check(adapter_name, remapped)
+        if cls.keep_card is not None:
+            cls.keep_card(model)
         surplus = sorted(set(remapped) - set(model.state_dict()))
         if surplus:
             raise ValueError(

@@ -59,7 +59,7 @@ def _num_blocks(config: ProVPTConfig, count: int) -> int:
 
 def read_adapter(folder: Path) -> Adapter:
     """An adapter's config, tensors and record of its training, checked as [`check_adapter`] does."""
-    config = _read_config(folder / CONFIG_NAME)
+    config = read_config(folder / CONFIG_NAME)
     path = folder / SAFETENSORS_WEIGHTS_NAME
     tensors = _read_tensors(path)
     try:
@@ -88,7 +88,7 @@ def distribution_of(config: ProVPTConfig, blocks: torch.Tensor) -> list[int]:
     return torch.bincount(blocks, minlength=_num_blocks(config, len(blocks)) + 1).tolist()
 
 
-def _read_config(path: Path) -> ProVPTConfig:
+def read_config(path: Path) -> ProVPTConfig:
     if not path.is_file():
         raise ValueError(
             f"{path}: an adapter's folder must have this file, got none. "
