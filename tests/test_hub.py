@@ -97,6 +97,23 @@ def test_pipeline_gives_the_label_names(adapter):
     }
 
 
+@pytest.mark.parametrize(
+    "load",
+    [
+        lambda adapter, base: transformers.pipeline(
+            "image-classification", model=str(adapter), image_processor=str(base)
+        ),
+        lambda adapter, base: transformers.AutoModelForImageClassification.from_pretrained(adapter),
+        lambda adapter, base: transformers.ViTForImageClassification.from_pretrained(base).load_adapter(str(adapter)),
+    ],
+    ids=["pipeline", "auto", "load_adapter"],
+)
+def test_what_transformers_cannot_load_is_told_the_way(adapter, base, load):
+    message = r"got a bare ViTForImageClassification\. .* with `provpt_peft.load_image_classifier\(adapter\)`"
+    with pytest.raises(ValueError, match=message):
+        load(adapter, base)
+
+
 def test_nothing_needs_torchvision(adapter):
     code = (
         "import sys; sys.modules['torchvision'] = None; from provpt_peft import load_image_classifier; "

@@ -65,6 +65,7 @@ def test_tags_import_and_distribution(tmp_path, base):
     assert "12 prompts in a vision transformer of 4 blocks, 1 of them in no block" in text
     assert "| block | 1 | 2 | 3 | 4 |\n| --- | --- | --- | --- | --- |\n| prompts | 1 | 2 | 3 | 5 |\n" in text
     assert "`import provpt_peft`" in text
+    assert '`pipeline("image-classification", model=model, image_processor=image_processor)`' in text
     # The card of PEFT around it is whole.
     assert text.lstrip().startswith("# Model Card for Model ID")
     assert "### Framework versions" in text

@@ -38,6 +38,11 @@ model, image_processor, labels = provpt_peft.load_image_classifier({arguments}) 
 image = Image.new("RGB", (224, 224))  # or Image.open("photo.jpg")
 logits = model(**image_processor(image, return_tensors="pt")).logits
 {result}"""
+_PIPELINE = (
+    "`pipeline` and `AutoModelForImageClassification.from_pretrained` cannot load the adapter by its name. "
+    "Give a pipeline what the snippet loads: "
+    '`pipeline("image-classification", model=model, image_processor=image_processor)`.'
+)
 _RESULTS = {
     "single_label_classification": "print(labels[logits.argmax(-1).item()])",
     "multi_label_classification": "print([labels[index] for index in (logits[0] > 0).nonzero()[:, 0].tolist()])",
@@ -196,6 +201,8 @@ def _section(
         "`PeftModel.from_pretrained` needs it too.",
         f"```python\n{_snippet(config, auto_mapping)}\n```",
     ]
+    if config.id2label is not None:
+        parts.append(_PIPELINE)
     if not is_hub_id(config.base_model_name_or_path):
         parts.append("The base model was not from the Hub: the adapter has to be loaded where that model is at hand.")
     return "\n\n".join(parts)
