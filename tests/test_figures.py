@@ -79,7 +79,7 @@ def test_a_relocator_is_a_source_too():
 def test_what_cannot_be_read(tmp_path):
     with pytest.raises(ValueError, match="training has not begun"):
         read_run(make_trainer(tmp_path)[1])
-    with pytest.raises(ValueError, match="must have this file, got none"):
+    with pytest.raises(ValueError, match="nothing has this name"):
         read_run("no/such/folder")
     with pytest.raises(ValueError, match="must have a history of relocations"):
         figures.plot_distribution_over_time(Run([1, 2]))

@@ -13,8 +13,9 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
+import provpt_cli
 import provpt_peft
-from provpt_peft import ProVPTConfig, check_adapter, cli, load_image_classifier
+from provpt_peft import ProVPTConfig, check_adapter, load_image_classifier
 from provpt_peft.share import hub
 
 
@@ -542,7 +543,7 @@ def test_records_of_training_that_nobody_wrote(tmp_path, training, message):
     path.write_text(json.dumps(json.loads(path.read_text()) | dict(training=training)))
     with pytest.raises(ValueError, match=message):
         check_adapter(tmp_path)
-    assert cli.main(["show", str(tmp_path)]) == 1
+    assert provpt_cli.main(["show", str(tmp_path)]) == 1
     # Loaded by PEFT, it can still be saved again.
     if isinstance(training, dict):
         loaded = PeftModel.from_pretrained(tiny.make("vit"), tmp_path)
@@ -558,7 +559,7 @@ def test_records_of_newer_versions_pass(tmp_path, capsys):
     model.base_model.move_prompt(0, 4)
     model.save_pretrained(tmp_path)
     check_adapter(tmp_path)
-    assert cli.main(["show", str(tmp_path)]) == 0
+    assert provpt_cli.main(["show", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "1 moves in 2 periods of 50 steps" in shown
     assert "\x1b" not in shown
