@@ -115,6 +115,15 @@ def test_what_transformers_cannot_load_is_told_the_way(adapter, base, load):
         load(adapter, base)
 
 
+def test_what_cannot_be_uploaded_makes_no_repository(monkeypatch):
+    monkeypatch.setattr(hub, "HfApi", lambda **kwargs: pytest.fail("the Hub was asked"))
+    model = tiny.make("vit")
+    with pytest.raises(ValueError, match="`model` must be a `PeftModel`, got ViTForImageClassification"):
+        provpt_peft.push_to_hub(model, "me/flowers")
+    with pytest.raises(AttributeError, match="save_pretrained"):
+        provpt_peft.push_to_hub(tiny.prompted(model), "me/flowers", image_processor=object())
+
+
 def test_nothing_needs_torchvision(adapter):
     code = (
         "import sys; sys.modules['torchvision'] = None; from provpt_peft import load_image_classifier; "
@@ -137,14 +146,15 @@ def test_image_processor_that_a_processor_of_several_inputs_saved(adapter):
     assert image_processor.to_dict() == AutoImageProcessor.from_pretrained(adapter).to_dict()
 
 
-def test_a_processor_without_images_leaves_the_base_model_s(adapter):
-    (adapter / "processor_config.json").write_text('{"processor_class": "CLIPProcessor"}')
+@pytest.mark.parametrize("content", ['{"processor_class": "CLIPProcessor"}', '{"image_processor": null}'])
+def test_a_processor_without_images_leaves_the_base_model_s(adapter, content):
+    (adapter / "processor_config.json").write_text(content)
     assert load_image_classifier(adapter).image_processor.size == {"height": 32, "width": 32}
 
 
 @pytest.mark.parametrize("name", ["preprocessor_config.json", "processor_config.json"])
 @pytest.mark.parametrize(
-    "content", ["", '{"image_processor": {"size"', '{"image_processor": {"image_processor_type": "X"}}']
+    "content", ["", "[]", '{"image_processor": {"size"', '{"image_processor": {"image_processor_type": "X"}}']
 )
 def test_image_processor_that_cannot_be_read(monkeypatch, adapter, name, content):
     monkeypatch.setattr(transformers.AutoModelForImageClassification, "from_pretrained", None)

@@ -102,7 +102,7 @@ def _image_processor(folder: Path, base_model: str, **download: Any) -> Any:
     except Exception as error:
         raise ValueError(
             f"{folder}: an adapter's own image processor must be one that `AutoImageProcessor` can load, got "
-            f"{type(error).__name__}: {error} Save it anew with `image_processor.save_pretrained`, or delete "
+            f"{type(error).__name__}: {error}. Save it anew with `image_processor.save_pretrained`, or delete "
             f"{_IMAGE_PROCESSOR_NAME} and {_PROCESSOR_NAME} there to get that of the base model."
         ) from error
     return AutoImageProcessor.from_pretrained(base_model, **download)
@@ -111,7 +111,7 @@ def _image_processor(folder: Path, base_model: str, **download: Any) -> Any:
 def _brings_image_processor(folder: Path) -> bool:
     path = folder / _PROCESSOR_NAME
     return (folder / _IMAGE_PROCESSOR_NAME).is_file() or (
-        path.is_file() and "image_processor" in json.loads(path.read_text(encoding="utf-8"))
+        path.is_file() and json.loads(path.read_text(encoding="utf-8")).get("image_processor") is not None
     )
 
 
@@ -143,10 +143,13 @@ def push_to_hub(
         commit_message: Of the commit.
 
     Raises:
+        ValueError: If the model has no adapter.
         huggingface_hub.errors.HfHubHTTPError: If the Hub refuses.
     """
-    api = HfApi(token=token)
-    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    if not isinstance(model, PeftModel):
+        raise ValueError(
+            f"`model` must be a `PeftModel`, got {type(model).__name__}. Give what `get_peft_model` returned."
+        )
     name = model.active_adapter
     with tempfile.TemporaryDirectory() as saved:
         model.save_pretrained(saved, selected_adapters=[name])
@@ -158,6 +161,9 @@ def push_to_hub(
             card = ModelCard.load(folder / "README.md")
             card.data.license = license
             card.save(folder / "README.md")
+        # After all that may fail here, which would leave an empty repository.
+        api = HfApi(token=token)
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         return api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=commit_message).commit_url
 
 
