@@ -55,9 +55,13 @@ def plot_prompt_attention(model: nn.Module, **inputs: torch.Tensor) -> Figure:
         inputs: What the model takes, such as `pixel_values`.
 
     Raises:
-        ValueError: If no adapter is enabled, or one of VPT-Shallow.
+        ValueError: If no adapter is enabled, or one of VPT-Shallow, or if no block has prompts.
     """
     means = prompt_attention(model, **inputs)
+    if not any(means):
+        raise ValueError(
+            "A block must have prompts to be attended to, got all prompts in no block. Move one to a block."
+        )
     figure = Figure(figsize=(max(5.0, 0.35 * len(means) + 1.5), 3.5), layout="constrained")
     axes = figure.subplots()
     blocks = range(1, len(means) + 1)

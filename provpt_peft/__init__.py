@@ -14,7 +14,7 @@ from .optimizer import create_provpt_optimizer
 from .records import Relocation
 from .registration import register
 from .relocation import PPOConfig, RelocationConfig, Relocator
-from .share.card import update_model_card
+from .share.card import keep_card, update_model_card
 from .share.files import check_adapter
 from .share.hub import ImageClassifier, load_image_classifier, push_to_hub
 from .version import __version__
@@ -35,6 +35,7 @@ def __getattr__(name: str) -> Any:
 
 
 ProVPTConfig.after_save = update_model_card
+ProVPTModel.keep_card = keep_card
 register(ProVPTConfig, ProVPTModel)
 
 __all__ = [

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from peft.tuners import tuners_utils
@@ -45,11 +45,23 @@ class ProVPTModel(BaseTuner):
     prefix: str = PREFIX
     tuner_layer_cls = PromptBank
     target_module_mapping: dict[str, list[str]] = {}
-    # All blocks share one bank, so `inject_adapter_in_model`, which returns the bare model, would lose it.
-    uses_shared_state: bool = True
+    # Called with the `PeftModel` when PEFT saves or loads an adapter; `provpt_peft` sets it to what keeps the card.
+    keep_card: ClassVar[Callable[[nn.Module], None] | None] = None
 
     bank: PromptBank
     patch_size: Any
+
+    def __init__(self, model: nn.Module, peft_config: dict[str, ProVPTConfig], *args: Any, **kwargs: Any) -> None:
+        # transformers loads adapters by `inject_adapter_in_model`, which gives a bare config and returns a bare model:
+        # the bank that all blocks share would be lost. PEFT's own refusal, by `uses_shared_state`, tells no way out.
+        if not isinstance(peft_config, dict):
+            raise ValueError(
+                f"The prompts of PROVPT are held by a `PeftModel`, got a bare {type(model).__name__}. "
+                "Load an image classifier's adapter with `provpt_peft.load_image_classifier(adapter)`, and pass the "
+                "model and image processor that it returns to a `pipeline`; load other adapters with "
+                "`PeftModel.from_pretrained(base_model, adapter)`; make a new adapter with `get_peft_model`."
+            )
+        super().__init__(model, peft_config, *args, **kwargs)
 
     @property
     def num_blocks(self) -> int:
@@ -284,6 +296,8 @@ class ProVPTModel(BaseTuner):
         selected = super()._get_adapter_state_dict(model, config, adapter_name, *args, **kwargs)
         selected = {key: bank.for_file(key, tensor) for key, tensor in selected.items()}
         bank.check(adapter_name, selected)
+        if cls.keep_card is not None:
+            cls.keep_card(model)
         # The config is written after the tensors. transformers sets the kind of labels in the first training step.
         config.remember_labels(_tuner(model).model)
         return selected
@@ -295,6 +309,8 @@ class ProVPTModel(BaseTuner):
         bank = _tuner(model).bank
         remapped = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
         bank.check(adapter_name, remapped)
+        if cls.keep_card is not None:
+            cls.keep_card(model)
         surplus = sorted(set(remapped) - set(model.state_dict()))
         if surplus:
             raise ValueError(

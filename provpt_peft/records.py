@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 
-_MOST_EPOCHS = 100_000  # more are no training but an attack on the memory of whoever draws them
+# That a table over time has room for: a file may say any number, and it costs the memory of whoever draws it.
+_MOST_EPOCHS = 100_000
 
 
 @dataclass
@@ -76,11 +77,17 @@ class Run:
         return sum(record.block != record.from_block for record in self.choices)
 
     def with_history(self) -> Run:
-        """The run itself, or a `ValueError` if nothing is known of its relocations."""
+        """The run itself, or a `ValueError` if nothing is known of its relocations or if it is too long to draw."""
         if not self.history:
             raise ValueError(
                 "The source must have a history of relocations, but it has none: either nothing moved, or it is an "
                 "adapter that was not trained with relocation. Give the callback, or a checkpoint of the Trainer."
+            )
+        epochs = max(self.epochs, *(record.epoch for record in self.history))
+        if epochs > _MOST_EPOCHS:
+            raise ValueError(
+                f"A run over time must have at most {_MOST_EPOCHS} {self.periods} to be drawn, got {epochs}. "
+                "Draw the prompts by block (`plot_distribution`)."
             )
         return self
 
@@ -109,8 +116,8 @@ def run_of(training: dict[str, Any] | None, distribution: Sequence[int]) -> Run:
         _of_type(f"training[{name!r}]", (training or {}).get(name, kind()), kind)
         for name, kind in (("history", list), ("epochs", int), ("relocation", dict), ("metrics", dict))
     )
-    if not 0 <= epochs <= _MOST_EPOCHS:
-        raise ValueError(f"`training['epochs']` must be in 0 … {_MOST_EPOCHS}, got {epochs}. Leave it out.")
+    if epochs < 0:
+        raise ValueError(f"`training['epochs']` must be a whole number from 0 on, got {epochs}. Leave it out.")
     records = [_record(record, len(distribution)) for record in history]
     numbers = {str(name): value for name, value in metrics.items() if _is_number(value)}
     return Run(list(distribution), records, epochs, settings, numbers)
@@ -136,7 +143,7 @@ def _record(record: Any, num_blocks: int) -> Relocation:
     """A record of a relocation; fields of newer versions are left out."""
     record = _of_type("training['history']", record, dict)
     values = {field.name: record[field.name] for field in fields(Relocation) if field.name in record}
-    largest = {"epoch": _MOST_EPOCHS, "prompt": math.inf, "from_block": num_blocks, "block": num_blocks}
+    largest = {"epoch": math.inf, "prompt": math.inf, "from_block": num_blocks, "block": num_blocks}
     for name, last in largest.items():
         value = values.get(name)
         if (value is not None or name == "epoch") and not (isinstance(value, int) and 0 <= value <= last):

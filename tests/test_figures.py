@@ -9,6 +9,7 @@ import torch
 from peft import get_peft_model
 from training import STEPS_AN_EPOCH, make_trainer, moving
 
+import provpt_cli
 from examples import attention_maps
 from provpt_peft import ProVPTConfig, Relocation, RelocationConfig, Relocator, figures
 from provpt_peft.records import Run
@@ -79,7 +80,7 @@ def test_a_relocator_is_a_source_too():
 def test_what_cannot_be_read(tmp_path):
     with pytest.raises(ValueError, match="training has not begun"):
         read_run(make_trainer(tmp_path)[1])
-    with pytest.raises(ValueError, match="must have this file, got none"):
+    with pytest.raises(ValueError, match="nothing has this name"):
         read_run("no/such/folder")
     with pytest.raises(ValueError, match="must have a history of relocations"):
         figures.plot_distribution_over_time(Run([1, 2]))
@@ -150,6 +151,50 @@ def test_bars_of_several_runs():
 def test_runs_of_other_backbones_do_not_go_side_by_side():
     with pytest.raises(ValueError, match=r"same number of blocks, got \{'a': 2, 'b': 3\}"):
         figures.plot_distribution({"a": Run([1, 2]), "b": Run([1, 2, 3])})
+
+
+@pytest.mark.parametrize("nothing", [{}, Run([]), {"a": Run([]), "b": Run([])}, [RUN], None, torch.nn.Linear(1, 1)])
+def test_nothing_to_draw(nothing):
+    message = r"(`sources`|A run|A source) must .*, got (none|one without|an object of type \w+)\. (Give|Save)"
+    with pytest.raises(ValueError, match=message):
+        figures.plot_distribution(nothing)
+    for plot in (figures.plot_distribution_over_time, figures.plot_idleness):
+        with pytest.raises(ValueError, match="must "):
+            plot(nothing)
+
+
+def test_a_run_whose_prompts_are_in_no_block():
+    run = Run([0, 0], [move(1, 0, 1, 0, block_idleness=[0.5, None])], epochs=2)
+    assert [bar.get_height() for bar in figures.plot_distribution(run).axes[0].containers[0]] == [0, 0]
+    assert figures.plot_distribution_over_time(run).axes[0].images[0].get_array().tolist() == [[1, 0], [0, 0]]
+    assert len(figures.plot_idleness(run).axes[0].images[0].get_array()) == 2
+
+
+def test_a_run_of_very_many_periods(tmp_path):
+    """It neither fails at its end nor costs the memory of whoever looks at it."""
+    model = tiny.prompted(tiny.make("vit"))
+    relocator = Relocator(model, RelocationConfig(relocate_every=1), score_batches=[{}])
+    for epoch, epochs in [(10**6, 10**6 + 1), (1, 10**9), (10**9, 0)]:
+        training = dict(epochs=epochs, history=[dict(epoch=epoch, prompt=0, from_block=1, block=4, block_idleness=[])])
+        model.peft_config["default"].training = training | dict(relocation={"relocate_every": 1})
+        assert relocator.run().epochs == epochs
+        model.save_pretrained(tmp_path)
+        if epochs:
+            assert f"1 moves in {epochs} periods of 1 steps" in (tmp_path / "README.md").read_text()
+        assert provpt_cli.main(["show", str(tmp_path)]) == 0
+        assert sum(bar.get_height() for bar in figures.plot_distribution(tmp_path).axes[0].containers[0]) == 12
+        for plot in (figures.plot_distribution_over_time, figures.plot_idleness):
+            with pytest.raises(
+                ValueError, match=r"at most 100000 periods of 1 steps to be drawn, got 10000\d+\. Draw the"
+            ):
+                plot(tmp_path)
+
+
+def test_pictures_of_long_runs_have_a_size_that_can_be_saved(tmp_path):
+    run = Run([1, 5], [move(1, 0, 1, 2), move(2999, 1, 1, 2)], epochs=3000)
+    figure = figures.plot_distribution_over_time(run)
+    assert figure.get_size_inches()[0] == 40
+    figure.savefig(tmp_path / "long.png", dpi=20)
 
 
 def test_heat_map_with_arrows():
@@ -232,6 +277,11 @@ def test_models_that_a_picture_does_not_fit():
 def test_models_without_prompts():
     with pytest.raises(ValueError, match="has no PROVPT adapter"):
         attention_maps.prompt_attention(tiny.make("vit"), pixel_values=tiny.images())
+    model = tiny.prompted(tiny.make("vit"), num_prompts=[1, 0, 0, 0])
+    model.base_model.move_prompt(0, 0)
+    assert attention_maps.prompt_attention(model, pixel_values=tiny.images()) == [[]] * 4
+    with pytest.raises(ValueError, match=r"got all prompts in no block\. Move one"):
+        attention_maps.plot_prompt_attention(model, pixel_values=tiny.images())
 
 
 def test_the_record_in_a_config_is_json(trained):

@@ -11,9 +11,11 @@ import transformers
 from peft import LoraConfig, PeftModel
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
+import provpt_cli
 import provpt_peft
-from provpt_peft import ProVPTConfig, check_adapter, cli, load_image_classifier
+from provpt_peft import ProVPTConfig, check_adapter, load_image_classifier
 from provpt_peft.share import hub
 
 
@@ -96,6 +98,32 @@ def test_pipeline_gives_the_label_names(adapter):
     }
 
 
+@pytest.mark.parametrize(
+    "load",
+    [
+        lambda adapter, base: transformers.pipeline(
+            "image-classification", model=str(adapter), image_processor=str(base)
+        ),
+        lambda adapter, base: transformers.AutoModelForImageClassification.from_pretrained(adapter),
+        lambda adapter, base: transformers.ViTForImageClassification.from_pretrained(base).load_adapter(str(adapter)),
+    ],
+    ids=["pipeline", "auto", "load_adapter"],
+)
+def test_what_transformers_cannot_load_is_told_the_way(adapter, base, load):
+    message = r"got a bare ViTForImageClassification\. .* with `provpt_peft.load_image_classifier\(adapter\)`"
+    with pytest.raises(ValueError, match=message):
+        load(adapter, base)
+
+
+def test_what_cannot_be_uploaded_makes_no_repository(monkeypatch):
+    monkeypatch.setattr(hub, "HfApi", lambda **kwargs: pytest.fail("the Hub was asked"))
+    model = tiny.make("vit")
+    with pytest.raises(ValueError, match="`model` must be a `PeftModel`, got ViTForImageClassification"):
+        provpt_peft.push_to_hub(model, "me/flowers")
+    with pytest.raises(AttributeError, match="save_pretrained"):
+        provpt_peft.push_to_hub(tiny.prompted(model), "me/flowers", image_processor=object())
+
+
 def test_nothing_needs_torchvision(adapter):
     code = (
         "import sys; sys.modules['torchvision'] = None; from provpt_peft import load_image_classifier; "
@@ -108,6 +136,32 @@ def test_nothing_needs_torchvision(adapter):
 def test_image_processor_of_the_adapter_comes_first(adapter):
     transformers.ViTImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(adapter)
     assert load_image_classifier(adapter).image_processor.size == {"height": 16, "width": 16}
+
+
+def test_image_processor_that_a_processor_of_several_inputs_saved(adapter):
+    tiny.processor(16).save_pretrained(adapter)
+    assert not (adapter / "preprocessor_config.json").exists()
+    image_processor = load_image_classifier(adapter).image_processor
+    assert image_processor.crop_size == {"height": 16, "width": 16}
+    assert image_processor.to_dict() == AutoImageProcessor.from_pretrained(adapter).to_dict()
+
+
+@pytest.mark.parametrize("content", ['{"processor_class": "CLIPProcessor"}', '{"image_processor": null}'])
+def test_a_processor_without_images_leaves_the_base_model_s(adapter, content):
+    (adapter / "processor_config.json").write_text(content)
+    assert load_image_classifier(adapter).image_processor.size == {"height": 32, "width": 32}
+
+
+@pytest.mark.parametrize("name", ["preprocessor_config.json", "processor_config.json"])
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"image_processor": {"size"', '{"image_processor": {"image_processor_type": "X"}}']
+)
+def test_image_processor_that_cannot_be_read(monkeypatch, adapter, name, content):
+    monkeypatch.setattr(transformers.AutoModelForImageClassification, "from_pretrained", None)
+    (adapter / name).write_text(content)
+    message = rf"^{adapter}: an adapter's own image processor must be one .* can load, got .* Save it anew"
+    with pytest.raises(ValueError, match=message):
+        load_image_classifier(adapter)
 
 
 def test_a_new_number_of_classes_comes_from_the_adapter(tmp_path, base):
@@ -126,7 +180,7 @@ def test_hub_ids_are_downloaded_and_only_the_files_that_are_read(monkeypatch, ad
     asked = []
     monkeypatch.setattr(hub, "snapshot_download", lambda *args, **kwargs: asked.append((args, kwargs)) or str(adapter))
     assert load_image_classifier("someone/flowers", cache_dir="somewhere").labels == NAMES
-    files = ["adapter_config.json", "adapter_model.safetensors", "preprocessor_config.json"]
+    files = ["adapter_config.json", "adapter_model.safetensors", "preprocessor_config.json", "processor_config.json"]
     assert asked == [(("someone/flowers",), dict(allow_patterns=files, cache_dir="somewhere"))]
 
 
@@ -252,6 +306,7 @@ def test_labels_and_the_base_model_s_own_head_of_different_numbers_of_classes(tm
 def test_no_head_anywhere(tmp_path, base):
     save_adapter(tmp_path / "adapter", base, modules_to_save=None)
     transformers.ViTModel.from_pretrained(base).save_pretrained(tmp_path / "bare")
+    transformers.ViTImageProcessorPil().save_pretrained(tmp_path / "bare")
     with pytest.raises(ValueError, match=r"must have a head, got no \['classifier.bias', 'classifier.weight'\]"):
         load_image_classifier(tmp_path / "adapter", base_model=tmp_path / "bare")
 
@@ -482,12 +537,12 @@ RECORD = dict(epoch=1, prompt=0, from_block=1, block=4, idleness=0.1, block_idle
         (dict(history=["x"]), "must be of type dict"),
         (dict(history=[RECORD | dict(block=99)]), "`block` of a relocation must be a whole number from 0 on to 4"),
         (dict(history=[RECORD | dict(epoch=None)]), "`epoch` of a relocation must be a whole number"),
-        (dict(history=[RECORD | dict(epoch=10**9)]), "`epoch` of a relocation must be a whole number"),
+        (dict(history=[RECORD | dict(epoch=-1)]), "`epoch` of a relocation must be a whole number"),
         (dict(history=[RECORD | dict(prompt=-1)]), "`prompt` of a relocation must be a whole number"),
         (dict(history=[RECORD | dict(idleness="x")]), "`idleness` of a relocation must be a number"),
         (dict(history=[RECORD | dict(block_idleness=[1])]), "a number for each of 4 blocks"),
         (dict(epochs="x"), r"`training\['epochs'\]` must be of type int"),
-        (dict(epochs=10**9), r"`training\['epochs'\]` must be in 0"),
+        (dict(epochs=-1), r"`training\['epochs'\]` must be a whole number from 0 on"),
         (dict(metrics=[1]), r"`training\['metrics'\]` must be of type dict"),
     ],
 )
@@ -498,7 +553,7 @@ def test_records_of_training_that_nobody_wrote(tmp_path, training, message):
     path.write_text(json.dumps(json.loads(path.read_text()) | dict(training=training)))
     with pytest.raises(ValueError, match=message):
         check_adapter(tmp_path)
-    assert cli.main(["show", str(tmp_path)]) == 1
+    assert provpt_cli.main(["show", str(tmp_path)]) == 1
     # Loaded by PEFT, it can still be saved again.
     if isinstance(training, dict):
         loaded = PeftModel.from_pretrained(tiny.make("vit"), tmp_path)
@@ -514,7 +569,7 @@ def test_records_of_newer_versions_pass(tmp_path, capsys):
     model.base_model.move_prompt(0, 4)
     model.save_pretrained(tmp_path)
     check_adapter(tmp_path)
-    assert cli.main(["show", str(tmp_path)]) == 0
+    assert provpt_cli.main(["show", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "1 moves in 2 periods of 50 steps" in shown
     assert "\x1b" not in shown

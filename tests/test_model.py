@@ -484,8 +484,11 @@ def test_other_methods_beside_it_are_refused():
 
 
 def test_direct_injection_is_refused():
-    with pytest.raises(ValueError, match="shared state"):
-        inject_adapter_in_model(ProVPTConfig(), tiny.make("vit"))
+    model = tiny.make("vit")
+    before = set(model.state_dict())
+    with pytest.raises(ValueError, match=r"by a `PeftModel`, got a bare ViTForImage.* make a new .* `get_peft_model`"):
+        inject_adapter_in_model(ProVPTConfig(), model)
+    assert set(model.state_dict()) == before
 
 
 def test_copies_are_independent():

@@ -1,6 +1,8 @@
 """The model card that saving an adapter writes."""
 
 import ast
+import copy
+import pickle
 import re
 import socket
 
@@ -10,8 +12,9 @@ import torch
 import transformers
 import yaml
 from huggingface_hub import ModelCard
-from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import save_file
+from training import make_trainer, moving
 
 from provpt_peft import ProVPTConfig, check_adapter, figures
 from provpt_peft.share import card as our_card
@@ -62,6 +65,7 @@ def test_tags_import_and_distribution(tmp_path, base):
     assert "12 prompts in a vision transformer of 4 blocks, 1 of them in no block" in text
     assert "| block | 1 | 2 | 3 | 4 |\n| --- | --- | --- | --- | --- |\n| prompts | 1 | 2 | 3 | 5 |\n" in text
     assert "`import provpt_peft`" in text
+    assert '`pipeline("image-classification", model=model, image_processor=image_processor)`' in text
     # The card of PEFT around it is whole.
     assert text.lstrip().startswith("# Model Card for Model ID")
     assert "### Framework versions" in text
@@ -306,3 +310,84 @@ def test_the_card_of_another_adapter_above_is_left_alone(tmp_path, base):
     before = path.read_text()
     tiny.prompted(tiny.make("vit")).save_pretrained(tmp_path / "provpt")
     assert path.read_text() == before
+
+
+# ---- cards that others put over ours --------------------------------------------------------------------------------
+
+
+def is_whole(folder):
+    """Whether a card has our part once, below its title, and its snippet runs."""
+    text = (folder / "README.md").read_text()
+    exec(snippet(folder).replace('"."', repr(str(folder))), {})
+    assert text.count("| block |") == text.count("provpt_peft: start") == text.count("provpt_peft: end") == 1
+    assert text.index("\n# ") < text.index("provpt_peft: start")
+    assert metadata(folder)["library_name"] == "peft"
+    assert {"peft", "provpt", "visual-prompt-tuning"} <= set(metadata(folder)["tags"])
+    assert "base_model" not in metadata(folder)
+    return True
+
+
+@pytest.mark.parametrize("callback", [True, False])
+def test_the_trainer_s_card_has_our_part(tmp_path, base, callback):
+    trainer, _ = make_trainer(tmp_path / "out", moving(score_images=8), callback=callback, model=prompted(base))
+    trainer.train()
+    trainer.save_model()
+    for _ in range(2):
+        trainer.create_model_card()
+        assert is_whole(tmp_path / "out")
+        text = (tmp_path / "out" / "README.md").read_text()
+        assert "### Training hyperparameters" in text
+        assert text.index("generated automatically") < text.index("# out") < text.index("| block |")
+        assert ("](distribution.png)" in text) == callback
+    counts = trainer.model.base_model.prompt_distribution()
+    assert f"| prompts | {' | '.join(map(str, counts))} |\n" in text
+    trainer.model.base_model.move_prompt(5, 1)
+    trainer.save_model()
+    assert is_whole(tmp_path / "out")
+    counts = trainer.model.base_model.prompt_distribution()
+    assert f"| prompts | {' | '.join(map(str, counts))} |\n" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_the_trainer_s_card_of_a_loaded_adapter_has_our_part(tmp_path, base):
+    prompted(base).save_pretrained(tmp_path / "out")
+    model = PeftModel.from_pretrained(transformers.ViTForImageClassification.from_pretrained(base), tmp_path / "out")
+    make_trainer(tmp_path / "out", callback=False, model=model)[0].create_model_card()
+    assert is_whole(tmp_path / "out")
+
+
+def test_a_bare_model_s_snippet_is_the_same_in_the_trainer_s_card(tmp_path, base):
+    model = prompted(base, model_class=transformers.ViTModel, id2label=None, modules_to_save=None)
+    model.save_pretrained(tmp_path / "out")
+    before = snippet(tmp_path / "out")
+    assert "ViTModel" in before
+    (tmp_path / "out" / "README.md").write_text("# Another card\n")
+    model.create_or_update_model_card(str(tmp_path / "out"))
+    assert snippet(tmp_path / "out") == before
+
+
+def test_copies_write_our_part_too_and_peft_s_class_is_left_alone(tmp_path, base):
+    model = prompted(base)
+    model.save_pretrained(tmp_path / "out")
+    assert PeftModel.create_or_update_model_card.__module__.startswith("peft")
+    for clone in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert clone.create_or_update_model_card.__self__ is clone
+        clone.save_pretrained(tmp_path / "clone")
+        (tmp_path / "clone" / "README.md").write_text("# Another card\n")
+        clone.create_or_update_model_card(str(tmp_path / "clone"))
+        assert is_whole(tmp_path / "clone")
+
+
+# PEFT's own, where it may not ask the Hub for the base model's config.
+@pytest.mark.filterwarnings("ignore:Could not find a config file in someone/vit:UserWarning")
+def test_a_hub_id_is_filled_in_where_a_card_has_none(tmp_path):
+    model = tiny.make("vit")
+    model.name_or_path = "someone/vit"
+    tiny.prompted(model, id2label=NAMES).save_pretrained(tmp_path)
+    (tmp_path / "README.md").write_text("---\nlibrary_name: transformers\ntags:\n- mine\n---\n# Another card\n")
+    our_card.update_model_card(str(tmp_path))
+    found = metadata(tmp_path)
+    assert (found["library_name"], found["base_model"]) == ("peft", "someone/vit")
+    assert found["tags"] == ["base_model:adapter:someone/vit", "mine", "peft", "provpt", "visual-prompt-tuning"]
+    (tmp_path / "README.md").write_text("---\nbase_model: other/vit\n---\n")
+    our_card.update_model_card(str(tmp_path))
+    assert metadata(tmp_path)["base_model"] == "other/vit"

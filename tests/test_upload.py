@@ -40,6 +40,33 @@ with torch.no_grad():
 same = all(torch.equal(first, other) for other in others)
 print(json.dumps([same, labels, processor.size["height"], PeftConfig.from_pretrained("me/flowers").peft_type]))
 """
+PUSH_PROCESSOR = """
+import sys
+import tiny
+from transformers import ViTForImageClassification
+import provpt_peft
+model = tiny.prompted(ViTForImageClassification.from_pretrained(sys.argv[1]))
+provpt_peft.push_to_hub(model, "me/flowers", tiny.processor(16))
+"""
+LOAD_PROCESSOR = """
+import sys
+import provpt_peft
+print(provpt_peft.load_image_classifier("me/flowers", base_model=sys.argv[1]).image_processor.crop_size["height"])
+"""
+PUSH = """
+import sys
+import tiny
+from training import make_trainer
+from transformers import ViTForImageClassification
+base, way = sys.argv[1:]
+model = tiny.prompted(ViTForImageClassification.from_pretrained(base), id2label={0: "daisy", 1: "rose", 2: "tulip"})
+for prompt in range(2):
+    model.base_model.move_prompt(prompt, 4)
+    if way == "model":
+        model.push_to_hub("me/flowers")
+    else:
+        make_trainer("out", model=model, callback=False, hub_model_id="me/flowers")[0].push_to_hub()
+"""
 # What downloading and uploading begin with, without our imports.
 CREATE = "import huggingface_hub; huggingface_hub.HfApi().create_repo('me/flowers')"
 FETCH = "import huggingface_hub; huggingface_hub.snapshot_download('me/flowers')"
@@ -55,7 +82,8 @@ def base(tmp_path):
 def run(code, folder, address, token, *arguments):
     environment = {
         **os.environ, "HF_ENDPOINT": address, "HF_HOME": str(folder / "home"), "HF_HUB_DISABLE_XET": "1",
-        "PYTHONPATH": str(tiny.FOLDER), "HF_HUB_OFFLINE": "0", "no_proxy": "127.0.0.1",
+        "PYTHONPATH": os.pathsep.join([str(tiny.FOLDER), str(tiny.FOLDER.parent)]), "HF_HUB_OFFLINE": "0",
+        "no_proxy": "127.0.0.1",
     }  # fmt: skip
     environment.pop("HF_TOKEN", None)
     if token is not None:
@@ -86,6 +114,46 @@ def test_what_was_uploaded_is_downloaded(tmp_path, base):
         assert labels == {"0": "daisy", "1": "rose", "2": "tulip"}
         assert (height, peft_type) == (32, "PROVPT")
         check_adapter(tmp_path / "here")
+
+
+def test_the_image_processor_of_a_processor_is_uploaded_and_either_file_is_read(tmp_path, base):
+    with hub_server.running() as (address, repositories):
+        uploaded = run(PUSH_PROCESSOR, tmp_path, address, hub_server.TOKEN, base)
+        assert uploaded.returncode == 0, uploaded.stderr
+        files = repositories["me/flowers"].files
+        assert "preprocessor_config.json" in files
+        assert not [name for name in files if "token" in name]
+        # As a Trainer whose processing class it is uploads it.
+        tiny.processor(24).save_pretrained(tmp_path / "processor")
+        together = {**files, "processor_config.json": (tmp_path / "processor" / "processor_config.json").read_bytes()}
+        for size, content in [("16", dict(files)), ("24", together)]:
+            files.clear()
+            files.update(content)
+            folder = tmp_path / size  # without a cache
+            folder.mkdir()
+            loaded = run(LOAD_PROCESSOR, folder, address, None, base)
+            assert loaded.stdout.strip() == size, loaded.stderr
+
+
+@pytest.mark.parametrize("way", ["model", "trainer"])
+def test_other_ways_to_upload_keep_the_card(tmp_path, base, way):
+    with hub_server.running() as (address, repositories):
+        uploaded = run(PUSH, tmp_path, address, hub_server.TOKEN, base, way)
+        assert uploaded.returncode == 0, uploaded.stderr
+        card = ModelCard(repositories["me/flowers"].files["README.md"].decode())
+        assert card.data.library_name == "peft"
+        assert "provpt" in card.data.tags
+        assert card.text.count("provpt_peft: start") == card.text.count("load_image_classifier(") == 1
+        assert "| prompts | 1 | 3 | 3 | 5 |" in card.text  # the second upload's
+        assert ("### Training hyperparameters" in card.text) == (way == "trainer")
+        if way == "model":  # the Trainer writes its card anew
+            files = repositories["me/flowers"].files
+            files["README.md"] = files["README.md"].replace(b"## Model Card Contact", b"## Of my garden")
+            (tmp_path / "again").mkdir()  # without a cache
+            again = run(PUSH, tmp_path / "again", address, hub_server.TOKEN, base, way)
+            assert again.returncode == 0, again.stderr
+            text = files["README.md"].decode()
+            assert text.count("## Of my garden") == text.count("provpt_peft: start") == 1
 
 
 def test_a_private_repository_is_its_owner_s(tmp_path, base):

@@ -172,6 +172,13 @@ def unlike_fresh(model: PeftModel) -> PeftModel:
     return model
 
 
+def processor(size: int) -> transformers.CLIPProcessor:
+    """A processor of images and text, with an image processor unlike that of the tiny models."""
+    tokenizer = transformers.CLIPTokenizer(vocab={"<|startoftext|>": 0, "<|endoftext|>": 1}, merges=[])
+    sizes = dict(size={"shortest_edge": size}, crop_size={"height": size, "width": size})
+    return transformers.CLIPProcessor(transformers.CLIPImageProcessorPil(**sizes), tokenizer)
+
+
 def images(count: int = 2, seed: int = 1, size: int = IMAGE_SIZE) -> torch.Tensor:
     return torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(seed))
 

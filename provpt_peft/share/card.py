@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 from huggingface_hub import ModelCard
+from peft import PeftModel
+from peft.utils import CONFIG_NAME
+from torch import nn
 
 from ..config import ProVPTConfig
 from ..records import Run, printable, run_of
 from ..relocation import RelocationConfig
-from .files import distribution_of, saved_blocks
+from .files import distribution_of, read_config, saved_blocks
 from .hub import is_hub_id
 
 
@@ -33,6 +38,11 @@ model, image_processor, labels = provpt_peft.load_image_classifier({arguments}) 
 image = Image.new("RGB", (224, 224))  # or Image.open("photo.jpg")
 logits = model(**image_processor(image, return_tensors="pt")).logits
 {result}"""
+_PIPELINE = (
+    "`pipeline` and `AutoModelForImageClassification.from_pretrained` cannot load the adapter by its name. "
+    "Give a pipeline what the snippet loads: "
+    '`pipeline("image-classification", model=model, image_processor=image_processor)`.'
+)
 _RESULTS = {
     "single_label_classification": "print(labels[logits.argmax(-1).item()])",
     "multi_label_classification": "print([labels[index] for index in (logits[0] > 0).nonzero()[:, 0].tolist()])",
@@ -56,7 +66,9 @@ base_model = ...  # the {base_class} that the adapter was made with
 model = PeftModel.from_pretrained(base_model, ".")  # this folder, or its Hub id"""
 
 
-def update_model_card(folder: str, config: ProVPTConfig, auto_mapping: dict[str, str] | None = None) -> None:
+def update_model_card(
+    folder: str, config: ProVPTConfig | None = None, auto_mapping: dict[str, str] | None = None
+) -> None:
     """Write what belongs to this method into the `README.md` of an adapter's folder, or make one.
 
     PEFT writes a card for the default adapter only. It takes a base model's path for a Hub id, which the Hub refuses:
@@ -65,40 +77,70 @@ def update_model_card(folder: str, config: ProVPTConfig, auto_mapping: dict[str,
 
     Args:
         folder: The folder.
-        config: The adapter's config.
+        config: The adapter's config, by default the one in the folder.
         auto_mapping: PEFT's name and module of the base model's class, by default what the config has.
     """
     try:
-        _update(Path(folder), config, auto_mapping or config.auto_mapping or {})
+        _update(Path(folder), config, auto_mapping)
     except Exception as error:
         logger.warning("%s: the model card was not written, %s: %s", folder, type(error).__name__, error)
 
 
-def _update(folder: Path, config: ProVPTConfig, auto_mapping: dict[str, str]) -> None:
+def keep_card(model: nn.Module) -> None:
+    """Let a `PeftModel` write our part anew wherever its model card is replaced.
+
+    `Trainer.create_model_card` puts a card of its own over ours and calls the model's `create_or_update_model_card`.
+    `PeftModel.push_to_hub` puts one over ours and calls `_upload_modified_files`. Neither asks tuner or config, so
+    this one model gets both methods anew; PEFT's classes stay as they are. PEFT shows the model to our tuner when it
+    saves or loads an adapter, which comes before.
+    """
+    if isinstance(model, PeftModel):
+        for method in (create_or_update_model_card, _upload_modified_files):
+            setattr(model, method.__name__, MethodType(method, model))
+
+
+def create_or_update_model_card(model: PeftModel, output_dir: str) -> None:
+    """PEFT's method of this name, and our part."""
+    type(model).create_or_update_model_card(model, output_dir)
+    update_model_card(output_dir)
+
+
+def _upload_modified_files(model: PeftModel, working_dir: str, *args: Any, **kwargs: Any) -> Any:
+    update_model_card(working_dir)
+    return type(model)._upload_modified_files(model, working_dir, *args, **kwargs)
+
+
+def _update(folder: Path, config: ProVPTConfig | None, auto_mapping: dict[str, str] | None) -> None:
     path = folder / "README.md"
-    card = ModelCard.load(path) if path.is_file() else _new_card(config)
-    dropped = _drop_local_base_model(card)
     blocks = saved_blocks(folder)
+    if blocks is None and not path.is_file():
+        return
+    card = ModelCard.load(path) if path.is_file() else ModelCard("# Visual prompts\n")
+    dropped = _drop_local_base_model(card)
     if blocks is not None:
+        config = config or read_config(folder / CONFIG_NAME)
         distribution = distribution_of(config, blocks)
         try:
             run = run_of(config.training, distribution[1:])
         except ValueError:  # a record that came with the adapter
             run = Run(distribution[1:])
-        data: Any = card.data
-        data.tags = sorted({*(data.tags or []), "peft", "provpt", "visual-prompt-tuning"})
-        card.text = _with_section(card.text, _section(distribution, config, auto_mapping, run, _draw(folder, run)))
-    if blocks is not None or (dropped and path.is_file()):
+        _fill_in(card, config)
+        picture = _draw(folder, run)
+        section = _section(distribution, config, auto_mapping or config.auto_mapping or {}, run, picture)
+        card.text = _with_section(card.text, section)
+    if blocks is not None or dropped:
         card.save(path)
 
 
-def _new_card(config: ProVPTConfig) -> ModelCard:
-    card = ModelCard("---\nlibrary_name: peft\n---\n\n# Visual prompts\n")
+def _fill_in(card: ModelCard, config: ProVPTConfig) -> None:
+    """The metadata that tells the Hub what this is. PEFT's has it, other cards have not."""
     data: Any = card.data
-    if config.base_model_name_or_path is not None:
-        data.base_model = config.base_model_name_or_path
-        data.tags = [f"{_ADAPTER_TAG}{data.base_model}"]
-    return card
+    data.library_name = "peft"
+    tags = {*(data.tags or []), "peft", "provpt", "visual-prompt-tuning"}
+    if is_hub_id(config.base_model_name_or_path):
+        data.base_model = data.base_model or config.base_model_name_or_path
+        tags.add(f"{_ADAPTER_TAG}{config.base_model_name_or_path}")
+    data.tags = sorted(tags)
 
 
 def _drop_local_base_model(card: ModelCard) -> bool:
@@ -118,13 +160,13 @@ def _with_section(text: str, section: str) -> str:
     """The card's text with the section in its place: where it was, or below the title."""
     section = f"{_START}\n\n{section}\n\n{_END}"
     before, start, rest = text.partition(_START)
-    _, end, after = rest.partition(_END)
-    if start and end:
+    _, stop, after = rest.partition(_END)
+    if start and stop:
         return before + section + after
-    title, _, body = text.lstrip("\n").partition("\n")
-    if not title.startswith("# "):
-        title, body = "", text
-    return f"\n{title}\n\n{section}\n\n{body.lstrip()}"
+    # The Trainer's card has a comment above its title.
+    title = re.match(r"(?:\s*<!--(?:(?!-->).)*-->)*\s*# [^\n]*", text, re.DOTALL)
+    end = title.end() if title else 0
+    return f"\n{text[:end].strip()}\n\n{section}\n\n{text[end:].lstrip()}"
 
 
 def _section(
@@ -159,6 +201,8 @@ def _section(
         "`PeftModel.from_pretrained` needs it too.",
         f"```python\n{_snippet(config, auto_mapping)}\n```",
     ]
+    if config.id2label is not None:
+        parts.append(_PIPELINE)
     if not is_hub_id(config.base_model_name_or_path):
         parts.append("The base model was not from the Hub: the adapter has to be loaded where that model is at hand.")
     return "\n\n".join(parts)

@@ -40,6 +40,7 @@ Source = HasRun | Run | str | os.PathLike[str]
 
 # Okabe and Ito's colours, told apart by colour-blind readers too.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
+_WIDEST = 40.0  # inches of a picture, whatever the number of epochs
 
 
 def read_run(source: Source) -> Run:
@@ -49,13 +50,26 @@ def read_run(source: Source) -> Run:
         source: A callback or a relocator that has run, the folder of a Trainer's checkpoint, or that of an adapter.
 
     Raises:
-        ValueError: If there is nothing to read: training has not begun, or the folder has no adapter that is whole.
+        ValueError: If there is nothing to read: training has not begun, the folder has no adapter that is whole, or
+            something else is given.
     """
-    if isinstance(source, Run):
-        return source
-    if not isinstance(source, (str, os.PathLike)):
-        return source.run()
-    return read_adapter(Path(source)).run
+    if isinstance(source, (str, os.PathLike)):
+        run = read_adapter(Path(source)).run
+    else:
+        run = source if isinstance(source, Run) else _run_of(source)
+    if not run.distribution:
+        raise ValueError("A run must have blocks to be drawn, got one without. Give the run of a model with prompts.")
+    return run
+
+
+def _run_of(source: HasRun) -> Run:
+    run = source.run() if callable(getattr(source, "run", None)) else None
+    if not isinstance(run, Run):
+        raise ValueError(
+            "A source must be a callback, a relocator, a `Run` or the folder of an adapter, got an object of type "
+            f"{type(source).__name__}. Save a model first; give several sources as a dict, by name."
+        )
+    return run
 
 
 def plot_distribution(sources: Source | Mapping[str, Source]) -> Figure:
@@ -65,9 +79,11 @@ def plot_distribution(sources: Source | Mapping[str, Source]) -> Figure:
         sources: A callback, a relocator, a checkpoint's or an adapter's folder, or several of them by name.
 
     Raises:
-        ValueError: If a source has no adapter, or if the runs have different numbers of blocks.
+        ValueError: If there is no source, if one has no adapter, or if the runs have different numbers of blocks.
     """
     named = sources if isinstance(sources, Mapping) else {"": sources}
+    if not named:
+        raise ValueError("`sources` must hold at least one run to draw, got none. Give a run, or several by name.")
     runs = {name: read_run(source) for name, source in named.items()}
     lengths = {name: len(run.distribution) for name, run in runs.items()}
     if len(set(lengths.values())) != 1:
@@ -125,7 +141,7 @@ def plot_idleness(source: Source) -> Figure:
 
 
 def _new_axes(width: float, height: float) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=(min(width, _WIDEST), height), layout="constrained")
     return figure, figure.subplots()
 
 

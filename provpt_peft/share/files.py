@@ -59,7 +59,7 @@ def _num_blocks(config: ProVPTConfig, count: int) -> int:
 
 def read_adapter(folder: Path) -> Adapter:
     """An adapter's config, tensors and record of its training, checked as [`check_adapter`] does."""
-    config = _read_config(folder / CONFIG_NAME)
+    config = read_config(folder / CONFIG_NAME)
     path = folder / SAFETENSORS_WEIGHTS_NAME
     tensors = _read_tensors(path)
     try:
@@ -88,12 +88,9 @@ def distribution_of(config: ProVPTConfig, blocks: torch.Tensor) -> list[int]:
     return torch.bincount(blocks, minlength=_num_blocks(config, len(blocks)) + 1).tolist()
 
 
-def _read_config(path: Path) -> ProVPTConfig:
+def read_config(path: Path) -> ProVPTConfig:
     if not path.is_file():
-        raise ValueError(
-            f"{path}: an adapter's folder must have this file, got none. "
-            "Give the folder that `save_pretrained` wrote; adapters not named 'default' have a sub-folder each."
-        )
+        raise ValueError(_no_adapter(path))
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -115,6 +112,23 @@ def _read_config(path: Path) -> ProVPTConfig:
         return ProVPTConfig(**{key: value for key, value in settings.items() if key in known})
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def _no_adapter(path: Path) -> str:
+    """Why there is no adapter's config at a path, and where it may be."""
+    folder = path.parent
+    if not folder.exists():
+        return (
+            f"{folder}: an adapter is a folder, but nothing has this name. "
+            "Check the path; an adapter on the Hub has to be downloaded first, with `hf download`."
+        )
+    if not folder.is_dir():
+        return f"{folder}: an adapter is a folder, got a file. Give the folder that `save_pretrained` wrote."
+    found = sorted(config.parent.name for config in folder.glob(f"*/{CONFIG_NAME}"))
+    instead = (
+        f"one of its sub-folders that have one: {', '.join(found)}" if found else "the one `save_pretrained` wrote"
+    )
+    return f"{path}: an adapter's folder must have this file, got none. Give {instead}."
 
 
 def _read_tensors(path: Path) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -17,7 +18,9 @@ from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from .files import is_head, read_adapter
 
 
-_PROCESSOR_NAME = "preprocessor_config.json"
+_IMAGE_PROCESSOR_NAME = "preprocessor_config.json"
+# What a `Processor` writes: the settings of its image processor among those of other inputs.
+_PROCESSOR_NAME = "processor_config.json"
 
 
 class ImageClassifier(NamedTuple):
@@ -44,8 +47,8 @@ def load_image_classifier(
         model's), and the name of each class.
 
     Raises:
-        ValueError: If the adapter's files are broken (see [`check_adapter`]), if its base model is not known, or if
-            its head has another number of classes than the base model gives.
+        ValueError: If the adapter's files are broken (see [`check_adapter`]) or its image processor's are, if its base
+            model is not known, or if its head has another number of classes than the base model gives.
 
     Example:
         ```python
@@ -55,9 +58,7 @@ def load_image_classifier(
         'daisy'
         ```
     """
-    # Slow to import. At the top level, transformers 5.9 has a placeholder of the second that asks for torchvision.
-    from transformers import AutoModelForImageClassification
-    from transformers.models.auto.image_processing_auto import AutoImageProcessor
+    from transformers import AutoModelForImageClassification  # slow to import
 
     download = _chosen(from_pretrained_kwargs, "token", "cache_dir", "local_files_only", "force_download")
     folder = _local_folder(adapter, download)
@@ -79,17 +80,39 @@ def load_image_classifier(
             settings["label2id"] = {label: index for index, label in config.id2label.items()}
         if config.problem_type is not None:
             settings["problem_type"] = config.problem_type
+    settings |= from_pretrained_kwargs
+    image_processor = _image_processor(folder, name, **_chosen(settings, "revision"), **download)
     # Sizes that do not match are looked at below, where the adapter's own head is known.
-    settings |= from_pretrained_kwargs | dict(ignore_mismatched_sizes=True, output_loading_info=True)
+    settings |= dict(ignore_mismatched_sizes=True, output_loading_info=True)
     base, loading_info = AutoModelForImageClassification.from_pretrained(name, **settings)
     _check_head(folder, name, base, tensors, loading_info)
 
     model = PeftModel.from_pretrained(base, str(folder), config=config).eval()
-    if (folder / _PROCESSOR_NAME).is_file():
-        image_processor = AutoImageProcessor.from_pretrained(folder)
-    else:
-        image_processor = AutoImageProcessor.from_pretrained(name, **_chosen(settings, "revision"), **download)
     return ImageClassifier(model, image_processor, dict(base.config.id2label))
+
+
+def _image_processor(folder: Path, base_model: str, **download: Any) -> Any:
+    """The adapter's own image processor if its folder has one, otherwise that of the base model."""
+    # Slow to import. At the top level, transformers 5.9 has a placeholder of it that asks for torchvision.
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
+
+    try:
+        if _brings_image_processor(folder):
+            return AutoImageProcessor.from_pretrained(folder)
+    except Exception as error:
+        raise ValueError(
+            f"{folder}: an adapter's own image processor must be one that `AutoImageProcessor` can load, got "
+            f"{type(error).__name__}: {error}. Save it anew with `image_processor.save_pretrained`, or delete "
+            f"{_IMAGE_PROCESSOR_NAME} and {_PROCESSOR_NAME} there to get that of the base model."
+        ) from error
+    return AutoImageProcessor.from_pretrained(base_model, **download)
+
+
+def _brings_image_processor(folder: Path) -> bool:
+    path = folder / _PROCESSOR_NAME
+    return (folder / _IMAGE_PROCESSOR_NAME).is_file() or (
+        path.is_file() and json.loads(path.read_text(encoding="utf-8")).get("image_processor") is not None
+    )
 
 
 def _chosen(settings: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -105,34 +128,42 @@ def push_to_hub(
     token: str | None = None,
     commit_message: str = "Upload PRO-VPT adapter",
 ) -> str:
-    """Upload an adapter with its model card, and return the address of the commit. `model.push_to_hub` does the same,
-    but puts an empty card over ours.
+    """Upload an adapter with its model card, and return the address of the commit.
+
+    `model.push_to_hub` and `trainer.push_to_hub` upload it too, without license and image processor.
 
     Args:
         model: A model with a PROVPT adapter. The active one is uploaded.
         repo_id: `user/name` on the Hub; the repository is made if need be.
-        image_processor: The base model's image processor, saved beside the adapter if given.
+        image_processor: The base model's image processor, saved beside the adapter if given. Of a `Processor`, such as
+            a `CLIPProcessor`, its image processor is.
         license: Of the adapter, for the card's metadata, such as "apache-2.0".
         private: Whether a new repository is private; by default what the account's owner has set.
         token: Of an account that may write there; by default the one that was logged in with.
         commit_message: Of the commit.
 
     Raises:
+        ValueError: If the model has no adapter.
         huggingface_hub.errors.HfHubHTTPError: If the Hub refuses.
     """
-    api = HfApi(token=token)
-    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    if not isinstance(model, PeftModel):
+        raise ValueError(
+            f"`model` must be a `PeftModel`, got {type(model).__name__}. Give what `get_peft_model` returned."
+        )
     name = model.active_adapter
     with tempfile.TemporaryDirectory() as saved:
         model.save_pretrained(saved, selected_adapters=[name])
         # PEFT gives adapters of other names than `default` a folder each.
         folder = Path(saved) if name == "default" else Path(saved, name)
         if image_processor is not None:
-            image_processor.save_pretrained(folder)
+            getattr(image_processor, "image_processor", image_processor).save_pretrained(folder)
         if license is not None:
             card = ModelCard.load(folder / "README.md")
             card.data.license = license
             card.save(folder / "README.md")
+        # After all that may fail here, which would leave an empty repository.
+        api = HfApi(token=token)
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         return api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=commit_message).commit_url
 
 
@@ -153,7 +184,7 @@ def _local_folder(adapter: str | os.PathLike[str], download: dict[str, Any]) -> 
             f"`adapter` must be a folder or a Hub id, got {str(adapter)!r}, which is neither. "
             "Give the folder that `save_pretrained` wrote."
         )
-    files = [CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, _PROCESSOR_NAME]
+    files = [CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, _IMAGE_PROCESSOR_NAME, _PROCESSOR_NAME]
     return Path(snapshot_download(str(adapter), allow_patterns=files, **download))
 
 

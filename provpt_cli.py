@@ -1,8 +1,6 @@
-"""`provpt`: look at adapters from the command line.
+"""The command `provpt`.
 
-provpt show ADAPTER                     base model, labels, prompts in each block, relocations
-provpt plot ADAPTER -o picture.png      the distribution over blocks, and over time where it is known
-provpt check ADAPTER                    exit code 1 and a reason where something is broken
+A module beside the package, which only a command that runs imports: `--help` and `--version` answer at once.
 """
 
 from __future__ import annotations
@@ -10,23 +8,33 @@ from __future__ import annotations
 import argparse
 import io
 import sys
+from importlib import metadata
 from pathlib import Path
-
-from . import __version__
-from .records import printable
-from .share.files import PROMPTS, read_adapter
+from typing import Any
 
 
+_USAGE = """Look at adapters from the command line.
+
+provpt show ADAPTER                     base model, labels, prompts in each block, relocations
+provpt plot ADAPTER -o picture.png      the distribution over blocks, and over time where it is known
+provpt check ADAPTER                    exit code 1 and a reason where something is broken
+"""
 _LONGEST = 40  # bar of `show`, in characters
 _MOST_LABELS = 10  # that `show` names
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *args: Any) -> None:
+        print(f"provpt_peft {metadata.version('provpt-peft')}")
+        parser.exit()
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command, by default the command line's. Returns its exit code: 0, or 1 with a reason on stderr."""
     parser = argparse.ArgumentParser(
-        prog="provpt", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="provpt", description=_USAGE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--version", action="version", version=f"provpt_peft {__version__}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="{show,plot,check}")
     for name, function, explanation in (
         ("show", _show, "print what an adapter is"),
@@ -46,6 +54,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         options.function(options)
     except (ValueError, ImportError, OSError) as error:
+        from provpt_peft.records import printable
+
         print(printable(f"provpt {options.command}: {error}"), file=sys.stderr)
         return 1
     return 0
@@ -53,6 +63,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _show(options: argparse.Namespace) -> None:
     """Print what an adapter is, in a few lines, with its prompts in each block as a bar chart."""
+    from provpt_peft.records import printable
+    from provpt_peft.share.files import PROMPTS, read_adapter
+
     config, tensors, run = read_adapter(options.adapter)
     counts = run.distribution
     undistributed = len(tensors[PROMPTS]) - sum(counts)
@@ -79,7 +92,7 @@ def _show(options: argparse.Namespace) -> None:
 
 
 def _plot(options: argparse.Namespace) -> None:
-    from .share import figures
+    from provpt_peft.share import figures
 
     run = figures.read_run(options.adapter)
     kind = options.kind if options.kind != "auto" else ("time" if run.history else "blocks")
@@ -94,6 +107,8 @@ def _plot(options: argparse.Namespace) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
+    from provpt_peft.share.files import read_adapter
+
     read_adapter(options.adapter)
     print(f"{options.adapter}: nothing is wrong.")
 
