@@ -44,7 +44,7 @@ from transformers import (
 # From its own module: transformers 5.9 puts a placeholder that asks for torchvision at the top level.
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-from provpt_peft import ProVPTConfig, RelocationConfig, RelocationTrainerCallback, figures
+from provpt_peft import ProVPTConfig, RelocationConfig, RelocationTrainerCallback, create_provpt_optimizer, figures
 
 
 METHODS = ("linear", "vpt-deep", "pro-vpt")
@@ -69,7 +69,7 @@ FIXED = {
     "optim_target_modules": "optimizers that take modules cannot give prompts and head learning rates of their own",
 }  # fmt: skip
 # What does nothing without prompts.
-PROMPT_OPTIONS = ("num_prompts", "prompt_dropout", "learning_rate", "prompt_weight_decay")
+PROMPT_OPTIONS = ("num_prompts", "prompt_dropout", "learning_rate")
 
 
 @dataclass
@@ -131,10 +131,6 @@ class FineTuningArguments(TrainingArguments):
     learning_rate: float = field(default=3e-3, metadata={"help": "Learning rate of the prompts."})
     head_learning_rate: float = field(default=1e-3, metadata={"help": "Learning rate of the head."})
     weight_decay: float = field(default=0.0, metadata={"help": "Weight decay of the head, biases included."})
-    prompt_weight_decay: float = field(
-        default=0.0,
-        metadata={"help": "Weight decay of the prompts; where a norm follows, it only raises their rate."},
-    )
     preset: str = field(
         default="default",
         metadata={"help": "How prompts are relocated: a name of `RelocationConfig.preset`.", "choices": PRESETS},
@@ -350,19 +346,14 @@ def check_reload(loaded: PeftModel, folder: Path, trainer: Trainer, test: Resize
 
 
 def make_optimizer(model: torch.nn.Module, args: FineTuningArguments) -> torch.optim.Optimizer:
-    """The optimizer that `--optim` and its options name, with learning rates for the prompts and for the head.
-
-    The first group is the one whose rate the Trainer logs.
-    """
+    """The optimizer that `--optim` and its options name, with learning rates for the prompts and for the head."""
     optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(args)
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    prompts = [parameter for name, parameter in trained.items() if "provpt_" in name]
-    head = [parameter for name, parameter in trained.items() if "provpt_" not in name]
-    groups = [
-        {"params": prompts, "lr": args.learning_rate, "weight_decay": args.prompt_weight_decay},
-        {"params": head, "lr": args.head_learning_rate, "weight_decay": args.weight_decay},
-    ]
-    return optimizer_class([group for group in groups if group["params"]], **options)
+    if any(parameter.requires_grad for name, parameter in model.named_parameters() if "provpt_" in name):
+        rest = {"head_lr": args.head_learning_rate, "weight_decay": args.weight_decay}
+        return create_provpt_optimizer(model, optimizer_class, **rest, **options)
+    head = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [{"params": head, "lr": args.head_learning_rate, "weight_decay": args.weight_decay}]
+    return optimizer_class(groups, **options)
 
 
 def accuracy(prediction: EvalPrediction) -> dict[str, float]:

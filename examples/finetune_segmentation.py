@@ -54,7 +54,7 @@ from transformers.modeling_outputs import SemanticSegmenterOutput
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.models.auto.modeling_auto import MODEL_FOR_BACKBONE_MAPPING
 
-from provpt_peft import ProVPTConfig, RelocationConfig, RelocationTrainerCallback
+from provpt_peft import ProVPTConfig, RelocationConfig, RelocationTrainerCallback, create_provpt_optimizer
 
 
 METHODS = ("head", "vpt-deep", "pro-vpt")
@@ -90,7 +90,7 @@ FIXED = {
     "optim_target_modules": "optimizers that take modules cannot give prompts and head learning rates of their own",
 }  # fmt: skip
 # What does nothing without prompts.
-PROMPT_OPTIONS = ("num_prompts", "prompt_dropout", "learning_rate", "prompt_weight_decay")
+PROMPT_OPTIONS = ("num_prompts", "prompt_dropout", "learning_rate")
 
 
 @dataclass
@@ -127,9 +127,6 @@ class SegmentationArguments(TrainingArguments):
     learning_rate: float = field(default=3e-3, metadata={"help": "Learning rate of the prompts."})
     head_learning_rate: float = field(default=1e-3, metadata={"help": "Learning rate of the head."})
     weight_decay: float = field(default=0.0, metadata={"help": "Weight decay of the head, biases included."})
-    prompt_weight_decay: float = field(
-        default=0.0, metadata={"help": "Weight decay of the prompts; where a norm follows, it only raises their rate."}
-    )
     preset: str = field(
         default="default",
         metadata={"help": "How prompts are relocated: a name of `RelocationConfig.preset`.", "choices": PRESETS},
@@ -385,22 +382,6 @@ def adapt(method: str, model: nn.Module, args: SegmentationArguments) -> nn.Modu
     return model
 
 
-def make_optimizer(model: nn.Module, args: SegmentationArguments) -> torch.optim.Optimizer:
-    """The optimizer that `--optim` and its options name, with learning rates for the prompts and for the head.
-
-    The first group is the one whose rate the Trainer logs.
-    """
-    optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(args)
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    prompts = [parameter for name, parameter in trained.items() if "provpt_" in name]
-    head = [parameter for name, parameter in trained.items() if "provpt_" not in name]
-    groups = [
-        {"params": prompts, "lr": args.learning_rate, "weight_decay": args.prompt_weight_decay},
-        {"params": head, "lr": args.head_learning_rate, "weight_decay": args.weight_decay},
-    ]
-    return optimizer_class([group for group in groups if group["params"]], **options)
-
-
 # ---- evaluation -----------------------------------------------------------------------------------------------------
 
 
@@ -462,6 +443,17 @@ def evaluate(model: nn.Module, data: Scenes, multiple: int, scales: tuple[float,
 
 
 # ---- training -------------------------------------------------------------------------------------------------------
+
+
+def make_optimizer(model: torch.nn.Module, args: SegmentationArguments) -> torch.optim.Optimizer:
+    """The optimizer that `--optim` and its options name, with learning rates for the prompts and for the head."""
+    optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(args)
+    if any(parameter.requires_grad for name, parameter in model.named_parameters() if "provpt_" in name):
+        rest = {"head_lr": args.head_learning_rate, "weight_decay": args.weight_decay}
+        return create_provpt_optimizer(model, optimizer_class, **rest, **options)
+    head = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [{"params": head, "lr": args.head_learning_rate, "weight_decay": args.weight_decay}]
+    return optimizer_class(groups, **options)
 
 
 def run(method: str, args: SegmentationArguments) -> dict[str, Any]:

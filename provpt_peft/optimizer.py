@@ -11,7 +11,13 @@ from .prompts import PromptBank
 
 
 def create_provpt_optimizer(
-    model: nn.Module, optimizer_cls: type[torch.optim.Optimizer], *, lr: float, head_lr: float, **kwargs: Any
+    model: nn.Module,
+    optimizer_cls: type[torch.optim.Optimizer],
+    *,
+    lr: float,
+    head_lr: float,
+    weight_decay: float = 0.0,
+    **kwargs: Any,
 ) -> torch.optim.Optimizer:
     """Make an optimizer of all that is trained in a model, in two parameter groups: the prompts, and the head with
     whatever else `modules_to_save` names.
@@ -25,7 +31,8 @@ def create_provpt_optimizer(
         optimizer_cls: Class of the optimizer, such as `torch.optim.AdamW`.
         lr: Learning rate of the prompts.
         head_lr: Learning rate of the rest.
-        kwargs: Passed on to the optimizer; `weight_decay` holds for the rest only.
+        weight_decay: That of the rest.
+        kwargs: Passed on to the optimizer.
 
     Raises:
         ValueError: If no prompts in the model are trained.
@@ -47,5 +54,5 @@ def create_provpt_optimizer(
     rest = [p for p in model.parameters() if p.requires_grad and p not in ours]
     groups: list[dict[str, Any]] = [{"params": prompts, "lr": lr, "weight_decay": 0.0}]
     if rest:
-        groups.append({"params": rest, "lr": head_lr})
+        groups.append({"params": rest, "lr": head_lr, "weight_decay": weight_decay})
     return optimizer_cls(groups, lr=lr, **kwargs)  # type: ignore[call-arg]

@@ -138,8 +138,6 @@ def test_optimizers_have_a_group_for_prompts_and_one_for_the_head(monkeypatch, s
     assert [parameter.shape for parameter in prompts["params"]] == [model.base_model.prompts().shape]
     assert (prompts["lr"], prompts["weight_decay"], head["lr"], head["weight_decay"]) == (2, 0, 3, 4)
     assert len(head["params"]) == 2
-    _, args = parsed(monkeypatch, script, "--prompt_weight_decay=5")
-    assert module.make_optimizer(model, args).param_groups[0]["weight_decay"] == 5
     # Without prompts.
     model.base_model.prompts().requires_grad_(False)
     assert [group["lr"] for group in module.make_optimizer(model, args).param_groups] == [args.head_learning_rate]
@@ -174,7 +172,7 @@ def test_options_that_would_be_ignored_are_refused(monkeypatch, capsys, script, 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_options_of_prompts_are_refused_where_there_are_none(monkeypatch, capsys, script):
     parsed(monkeypatch, script, "--methods", SCRIPTS[script][0], "--head_learning_rate", "1")
-    for option in ("--num_prompts=1", "--prompt_dropout=0.5", "--learning_rate=1", "--prompt_weight_decay=1"):
+    for option in ("--num_prompts=1", "--prompt_dropout=0.5", "--learning_rate=1"):
         with pytest.raises(SystemExit):
             parsed(monkeypatch, script, "--methods", SCRIPTS[script][0], option)
         assert f"`{option.split('=')[0]}` is of prompts" in capsys.readouterr().err
