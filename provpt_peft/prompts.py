@@ -33,9 +33,11 @@ def init_bound(patch_size: int | Sequence[int], hidden_size: int) -> float:
     return math.sqrt(6.0 / (3 * height * width + hidden_size))
 
 
-def _transformed() -> bool:
-    """Whether a transform of `torch.func` is at work."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+def _recorded() -> bool:
+    """Whether a pass is traced, captured in a CUDA graph, or inside a transform of `torch.func`."""
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return transformed or captured or torch.jit.is_tracing()
 
 
 def check_prompts(
@@ -169,7 +171,7 @@ class PromptBank(nn.Module, BaseTunerLayer):
         them anew: outside of `keep`, with gradients or dropout, and where passes are recorded or transformed."""
         if self._kept is None or torch.is_grad_enabled() or self.training or torch.compiler.is_compiling():
             return None
-        return None if torch.jit.is_tracing() or _transformed() else self._kept
+        return None if _recorded() else self._kept
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles keep nothing."""
@@ -190,7 +192,7 @@ class PromptBank(nn.Module, BaseTunerLayer):
             if not torch.compiler.is_exporting():
                 same = (self.blocks(adapter) == self._read[adapter]).all()
                 torch._assert_async(same, _WRITTEN_WHILE_COMPILED)
-        elif not (_transformed() or torch.jit.is_tracing() or torch.equal(self._read[adapter], self.blocks(adapter))):
+        elif not (_recorded() or torch.equal(self._read[adapter], self.blocks(adapter))):
             self._index(adapter)
 
     @torch.inference_mode(False)  # training cannot use tensors that were made in inference mode
