@@ -199,7 +199,13 @@ class ProVPTModel(BaseTuner):
         if "bank" not in self._modules:
             return
         adapter = self.bank.enabled_adapter
-        keep = adapter is None or self.peft_config[adapter].backbone_dropout
+        config: Any = None if adapter is None else self.peft_config[adapter]
+        if not isinstance(config, ProVPTConfig | None):
+            raise ValueError(
+                f"The config of the adapter {adapter!r} must be a ProVPTConfig, got a {type(config).__name__}: "
+                "another method was put into the model. Use one method in a model, or `unload()` this one first."
+            )
+        keep = config is None or config.backbone_dropout
         for block in self.blocks:
             block.keep_dropout = keep
         switch_randomness(self.model, keep)
@@ -294,7 +300,6 @@ class ProVPTModel(BaseTuner):
     ) -> dict[str, Tensor]:
         bank = _tuner(model).bank
         selected = super()._get_adapter_state_dict(model, config, adapter_name, *args, **kwargs)
-        selected = {key: bank.for_file(key, tensor) for key, tensor in selected.items()}
         bank.check(adapter_name, selected)
         if cls.keep_card is not None:
             cls.keep_card(model)
@@ -344,4 +349,10 @@ class ProVPTModel(BaseTuner):
 
 
 def _tuner(model: nn.Module) -> ProVPTModel:
-    return next(module for module in model.modules() if isinstance(module, ProVPTModel))
+    found = next((module for module in model.modules() if isinstance(module, ProVPTModel)), None)
+    if found is None:
+        raise ValueError(
+            f"Adapters of PROVPT are saved and loaded by the model that `get_peft_model` returned for them, got a "
+            f"{type(model).__name__} without one."
+        )
+    return found

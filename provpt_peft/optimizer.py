@@ -28,7 +28,8 @@ def create_provpt_optimizer(
 
     Args:
         model: A model with a PROVPT adapter.
-        optimizer_cls: Class of the optimizer, such as `torch.optim.AdamW`.
+        optimizer_cls: Class of the optimizer, such as `torch.optim.AdamW`. It has to take parameter groups, as LBFGS
+            does not, and vectors, as Muon does not.
         lr: Learning rate of the prompts.
         head_lr: Learning rate of the rest.
         weight_decay: That of the rest.

@@ -6,6 +6,7 @@ Legend: N prompts, D width of the widest block, L blocks, B images.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +27,9 @@ _WRITTEN_WHILE_COMPILED = (
 )
 
 
+_KEEPING = threading.Lock()
+
+
 def init_bound(patch_size: int | Sequence[int], hidden_size: int) -> float:
     """The bound of VPT's uniform initialisation, sqrt(6 / (3 * patch area + d)), for patches of a side, or height and
     width, in pixels and prompts of width d."""
@@ -33,11 +37,32 @@ def init_bound(patch_size: int | Sequence[int], hidden_size: int) -> float:
     return math.sqrt(6.0 / (3 * height * width + hidden_size))
 
 
-def _recorded() -> bool:
-    """Whether a pass is traced, captured in a CUDA graph, or inside a transform of `torch.func`."""
-    transformed = torch._C._functorch.peek_interpreter_stack() is not None
-    captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-    return transformed or captured or torch.jit.is_tracing()
+def transformed() -> bool:
+    """Whether a transform of `torch.func` is at work."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _captured() -> bool:
+    """Whether a pass is captured in a CUDA graph, where no number can be read."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+@contextmanager
+def _unrecorded() -> Iterator[None]:
+    """Compute with plain tensors while a pass is traced or transformed."""
+    tracing = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    try:
+        with torch._C._DisableFuncTorch():
+            yield
+    finally:
+        torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]
+
+
+def read_blocks(stored: Tensor) -> Tensor:
+    """The block of each prompt, (N,), from one-hot rows or averages of such, (N, 1 + L): where it stood most. Numbers,
+    as files of version 0.1 have them, stay."""
+    return stored.argmax(dim=1) if stored.is_floating_point() and stored.dim() == 2 else stored
 
 
 def check_prompts(
@@ -47,7 +72,8 @@ def check_prompts(
 
     Args:
         prompts: Floating point of the shape (N, D); a D of None stands for any width.
-        blocks: Int64 of shape (N,), each in 0 … L, and 1 for a shallow adapter.
+        blocks: One-hot rows, (N, 1 + L), or averages of such; or numbers in 0 … L, int64 (N,), as files of version 0.1
+            have them. 1 for a shallow adapter.
 
     Raises:
         ValueError: If they are not.
@@ -57,15 +83,19 @@ def check_prompts(
         raise ValueError(f"An adapter consists of prompts and their blocks, but {missing} are missing. Save it anew.")
     count, width = shape
     first, last = (1, 1) if shallow else (0, num_blocks)
+    numbers = read_blocks(blocks)
+    rows = blocks if numbers is not blocks else F.one_hot(blocks.long().clamp(0, num_blocks), 1 + num_blocks)
     fits = prompts.dim() == 2 and len(prompts) == count and prompts.shape[1] == (width or prompts.shape[1]) > 0
     if not (fits and prompts.is_floating_point()):
         rule = f"The prompts must be floating point of shape ({count}, {width or 'width'})"
         got = f"{prompts.dtype} of shape {tuple(prompts.shape)}"
-    elif tuple(blocks.shape) != (count,) or blocks.dtype != torch.int64:
-        rule = f"The prompts' blocks must be int64 of shape ({count},)"
+    elif tuple(rows.shape) != (count, 1 + num_blocks) or numbers.dtype != torch.int64:
+        rule = f"The prompts' blocks must be one-hot rows of shape ({count}, {1 + num_blocks}), or int64 of ({count},)"
         got = f"{blocks.dtype} of shape {tuple(blocks.shape)}"
-    elif blocks.min() < first or blocks.max() > last:
-        rule, got = f"The prompts' blocks must be in {first} … {last}", f"{blocks.min()} … {blocks.max()}"
+    elif not (rows.isfinite().all() and (rows.amax(dim=1) > 0).all()):
+        rule, got = "The rows of the prompts' blocks must be finite and have a largest number above 0", "others"
+    elif numbers.min() < first or numbers.max() > last:
+        rule, got = f"The prompts' blocks must be in {first} … {last}", f"{numbers.min()} … {numbers.max()}"
     else:
         return
     raise ValueError(f"{rule}, got {got}. An adapter only fits the backbone and `num_prompts` it was made with.")
@@ -78,7 +108,7 @@ class PromptBank(nn.Module, BaseTunerLayer):
     prompt, 1 … L, or 0 for undistributed (paper, Sec. 3.1), one-hot. A move writes one row of the buffer, rows stay
     where they are, so an optimizer keeps the same parameter and checkpoints keep their shapes. One-hot, because many
     helpers average all of a state dict: an average of block numbers is another block, an average of rows says where
-    the prompt stood most. Files hold the numbers, int64 (N,).
+    the prompt stood most.
 
     Args:
         widths: Hidden size of each block, in forward order. A prompt in a block of width D_i uses the first D_i
@@ -114,6 +144,7 @@ class PromptBank(nn.Module, BaseTunerLayer):
         self.gates: Gates | None = None
         # Within `keep`: keys and values by adapter, block, dtype and device.
         self._kept: dict[tuple[Any, ...], tuple[Tensor, Tensor]] | None = None
+        self._keepers = 0
         self.register_load_state_dict_post_hook(PromptBank._index_all)
 
     def add_adapter(
@@ -151,7 +182,7 @@ class PromptBank(nn.Module, BaseTunerLayer):
 
     def blocks(self, adapter_name: str) -> Tensor:
         """d_k: the block of each prompt, int64 of shape (N,), 1 … L or 0 for undistributed."""
-        return self.provpt_prompt_blocks[adapter_name].argmax(dim=1)
+        return read_blocks(self.provpt_prompt_blocks[adapter_name])
 
     def rows(self, adapter_name: str, block: int) -> Tensor | None:
         """Indices of the prompts in a block (0 … L), int64 of shape (n,), in ascending order. None if it has none."""
@@ -160,22 +191,28 @@ class PromptBank(nn.Module, BaseTunerLayer):
     @contextmanager
     def keep(self) -> Iterator[None]:
         """Keep keys and values from one forward pass to the next. Contexts within each other share what they keep."""
-        before, self._kept = self._kept, {} if self._kept is None else self._kept
+        # Threads leave in another order than they entered in.
+        with _KEEPING:
+            self._keepers += 1
+            self._kept = {} if self._kept is None else self._kept
         try:
             yield
         finally:
-            self._kept = before
+            with _KEEPING:
+                self._keepers -= 1
+                if not self._keepers:
+                    self._kept = None
 
     def kept(self) -> dict[tuple[Any, ...], tuple[Tensor, Tensor]] | None:
         """Where this forward pass finds the keys and values that are kept, and leaves its own. None if it has to make
         them anew: outside of `keep`, with gradients or dropout, and where passes are recorded or transformed."""
         if self._kept is None or torch.is_grad_enabled() or self.training or torch.compiler.is_compiling():
             return None
-        return None if _recorded() else self._kept
+        return None if transformed() or torch.jit.is_tracing() or _captured() else self._kept
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles keep nothing."""
-        return self.__dict__ | {"_kept": None, "gates": None}
+        return self.__dict__ | {"_kept": None, "_keepers": 0, "gates": None}
 
     def _forget(self) -> None:
         if self._kept is not None:
@@ -192,21 +229,39 @@ class PromptBank(nn.Module, BaseTunerLayer):
             if not torch.compiler.is_exporting():
                 same = (self.blocks(adapter) == self._read[adapter]).all()
                 torch._assert_async(same, _WRITTEN_WHILE_COMPILED)
-        elif not (_recorded() or torch.equal(self._read[adapter], self.blocks(adapter))):
-            self._index(adapter)
+        elif not _captured():
+            with _unrecorded():
+                blocks = self._plain_blocks(adapter)
+                if not torch.equal(self._read[adapter], blocks):
+                    self._index(adapter, blocks)
+
+    def _plain_blocks(self, adapter_name: str) -> Tensor:
+        """`blocks` where `torch.func` may have wrapped the buffer: `vmap` over models, which need the same blocks."""
+        buffer = self.provpt_prompt_blocks[adapter_name]
+        while torch._C._functorch.is_functorch_wrapped_tensor(buffer):
+            over_models = torch._C._functorch.maybe_get_bdim(buffer)
+            buffer = torch._C._functorch.get_unwrapped(buffer)
+            buffer = buffer if over_models < 0 else buffer.movedim(over_models, 0)
+        blocks = buffer.argmax(dim=-1).reshape(-1, buffer.shape[-2])  # (models, N)
+        if not (blocks == blocks[0]).all():
+            raise ValueError(
+                "Models that are run together by `torch.func.vmap` must have their prompts in the same blocks, got "
+                f"{len(blocks)} with others. Run them one by one."
+            )
+        return blocks[0]
 
     @torch.inference_mode(False)  # training cannot use tensors that were made in inference mode
-    def _index(self, adapter_name: str) -> None:
-        """Read an adapter's buffer into `rows`, so that a forward pass has no shape that depends on data."""
+    def _index(self, adapter_name: str, blocks: Tensor | None = None) -> None:
+        """Read an adapter's buffer, or its blocks (N,), into `rows`, so that a forward pass has no shape that depends
+        on data."""
         self._forget()
-        buffer = self.provpt_prompt_blocks[adapter_name]
-        if buffer.device.type == "meta":
+        blocks = self.blocks(adapter_name) if blocks is None else blocks
+        if blocks.device.type == "meta":
             return
-        blocks = self.blocks(adapter_name)
         by_block: list[list[int]] = [[] for _ in range(1 + self.num_blocks)]
         for prompt, block in enumerate(blocks.tolist()):
             by_block[block].append(prompt)
-        found = [torch.tensor(rows, device=buffer.device) if rows else None for rows in by_block]
+        found = [torch.tensor(rows, device=blocks.device) if rows else None for rows in by_block]
         for rows in found:
             if rows is not None:
                 mark_unbacked(rows, 0, min=1)  # one compiled graph for any number of prompts but 0
@@ -240,16 +295,10 @@ class PromptBank(nn.Module, BaseTunerLayer):
         buffer[prompt] = self.one_hot(torch.tensor(block)).to(buffer)
         self._index(adapter_name)
 
-    def for_file(self, key: str, tensor: Tensor) -> Tensor:
-        """An adapter's tensor as files have it: the numbers of the blocks instead of the one-hot buffer."""
-        return tensor.argmax(dim=1) if self._is_buffer(key) and tensor.shape[1:] == (1 + self.num_blocks,) else tensor
-
     def from_file(self, key: str, tensor: Tensor) -> Tensor:
-        """What `for_file` was given."""
-        return self.one_hot(tensor) if self._is_buffer(key) else tensor
-
-    def _is_buffer(self, key: str) -> bool:
-        return any(f"{container}." in key for container in self.other_param_names)
+        """An adapter's tensor as the model has it: one-hot rows where a file has the numbers of blocks."""
+        numbers = tensor.dtype == torch.int64 and any(f"{container}." in key for container in self.other_param_names)
+        return self.one_hot(tensor) if numbers else tensor
 
     def check(self, adapter_name: str, tensors: Mapping[str, Tensor]) -> None:
         """Check an adapter's tensors on their way to or from a file, before any of them is written anywhere."""

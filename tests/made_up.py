@@ -7,18 +7,19 @@ from provpt_peft.relocation.idleness import Idleness
 
 
 class MadeUp:
-    """A score with the numbers that were set last. The order of the prompts is that of their indices."""
+    """A score with the numbers that were set last, 0 before. The order of the prompts is that of their indices."""
 
     def __init__(self):
-        self.scores, self.loss = None, None
+        self.scores, self.loss = None, 0.0
 
     def set(self, scores, loss=1.0):
         self.scores, self.loss = torch.tensor(scores, dtype=torch.float64), loss
 
     def __call__(self, measurement):
         measurement.loss = self.loss
-        scores = self.scores.clone()
-        scores[measurement.blocks() == 0] = torch.nan
+        blocks = measurement.blocks()
+        scores = torch.zeros(len(blocks), dtype=torch.float64) if self.scores is None else self.scores.clone()
+        scores[blocks == 0] = torch.nan
         return Idleness(scores, torch.zeros_like(scores))
 
 

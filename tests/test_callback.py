@@ -220,6 +220,17 @@ def test_logs_of_a_trainer_s_own_are_not_taken_for_the_end(tmp_path):
     assert_equal(outcome(*trained(tmp_path, config=every_epoch(), trainer_class=Talkative)), expected)
 
 
+def test_a_training_step_of_a_trainer_s_own_is_said(tmp_path, caplog):
+    class Mixes(Trainer):
+        def training_step(self, model, inputs, *args, **kwargs):
+            return super().training_step(model, inputs, *args, **kwargs)
+
+    for trainer_class, said in ((Trainer, False), (Mixes, True)):
+        caplog.clear()
+        trained(tmp_path, config=every_epoch(), trainer_class=trainer_class, num_train_epochs=1)
+        assert ("Mixes has a `training_step` of its own" in caplog.text) == said
+
+
 def test_each_checkpoint_has_counted_its_own_epoch(tmp_path):
     trained(tmp_path, config=moving(), save_strategy="epoch")
     for epoch in range(1, 5):

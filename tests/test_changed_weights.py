@@ -5,11 +5,13 @@ import copy
 import pytest
 import tiny
 import torch
-from peft import get_peft_model_state_dict, set_peft_model_state_dict
+from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from provpt_peft import ProVPTConfig
+from provpt_peft.share.files import read_adapter
 
 
 PROMPTS = "base_model.bank.provpt_prompts.default"
@@ -255,6 +257,39 @@ def test_a_prompt_of_an_averaged_state_dict_stands_where_it_has_stood(decay, dty
     logits(average)
 
 
+@pytest.mark.parametrize("decay", [0.5, 0.99])
+def test_a_prompt_of_an_averaged_adapter_stands_where_it_has_stood(decay):
+    """As LoRA's scripts average what PEFT saves."""
+    model = made()
+    averaged = {name: tensor.clone() for name, tensor in get_peft_model_state_dict(model).items()}
+    model.base_model.move_prompt(0, 4)
+    seen = set()
+    for _ in range(100):
+        for name, tensor in get_peft_model_state_dict(model).items():
+            averaged[name].copy_(decay * averaged[name] + (1 - decay) * tensor)
+        average = made()
+        set_peft_model_state_dict(average, averaged)
+        seen.add(average.base_model.prompt_blocks().tolist()[0])
+    assert seen == {1, 4} if decay == 0.99 else {4}
+    assert average.base_model.prompt_blocks()[0] == 4
+
+
+def test_a_file_with_the_numbers_of_blocks_loads(tmp_path):
+    """As version 0.1 wrote them."""
+    model = made()
+    model.base_model.move_prompt(0, 4)
+    model.base_model.move_prompt(1, 0)
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(path)
+    key = "base_model.bank.provpt_prompt_blocks"
+    tensors[key] = tensors[key].argmax(dim=1)
+    save_file(tensors, path)
+    loaded = PeftModel.from_pretrained(tiny.make("vit"), tmp_path)
+    assert torch.equal(loaded.base_model.prompt_blocks(), model.base_model.prompt_blocks())
+    assert read_adapter(tmp_path).run.distribution == model.base_model.prompt_distribution()
+
+
 @pytest.mark.parametrize("use_buffers", [False, True])
 def test_torch_s_averaged_model(use_buffers):
     model = made().train()
@@ -273,6 +308,81 @@ def test_torch_s_averaged_model(use_buffers):
     assert inner.base_model.prompt_blocks()[0] == 4
     inner.load_state_dict({k: v if k != BLOCKS else model.state_dict()[k] for k, v in inner.state_dict().items()})
     assert torch.equal(logits(average), as_if_new(inner))
+
+
+# ---- passes that are recorded or transformed ------------------------------------------------------------------------
+
+
+def ensemble(*moves):
+    models = [made().eval() for _ in range(2)]
+    for model in models:
+        for move in moves:
+            model.base_model.move_prompt(*move)
+    with torch.no_grad():
+        models[1].base_model.prompts().normal_()
+    return models
+
+
+def run_together(models):
+    """PyTorch's recipe for ensembles."""
+    weights, buffers = torch.func.stack_module_state(models)
+    shell, inputs = made().eval(), {"pixel_values": tiny.images()}
+
+    def run(weights, buffers):
+        return torch.func.functional_call(shell, (weights, buffers), (), inputs).logits
+
+    with torch.no_grad():
+        return torch.func.vmap(run)(weights, buffers)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_models_that_vmap_runs_together_have_their_own_blocks():
+    models = ensemble((0, 4), (1, 0))
+    torch.testing.assert_close(run_together(models), torch.stack([logits(model) for model in models]))
+    models[0].base_model.move_prompt(2, 3)
+    with pytest.raises(ValueError, match="must have their prompts in the same blocks"):
+        run_together(models)
+
+
+def test_other_tensors_under_a_derivative():
+    model, other = made().eval(), made().eval()
+    other.base_model.move_prompt(0, 4)
+
+    def total(images):
+        return torch.func.functional_call(model, other.state_dict(), (), {"pixel_values": images}).logits.sum()
+
+    _, found = torch.func.grad_and_value(total)(tiny.images())
+    torch.testing.assert_close(found, logits(other).sum())
+    assert not torch.isclose(found, logits(model).sum())
+
+
+@pytest.mark.parametrize("write", [blocks_by_copy, blocks_through_data])
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_trace_after_blocks_were_written_has_the_new_ones(write):
+    model = made().eval()
+    logits(model)
+    write(model)
+    model.requires_grad_(False)
+    traced = torch.jit.trace(lambda images: model(pixel_values=images).logits, tiny.images(), check_trace=False)
+    torch.testing.assert_close(traced(tiny.images()), as_if_new(model))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_gradients_of_each_image_with_dropout():
+    model = made(prompt_dropout=0.5).train()
+    weights = {name: weight.detach() for name, weight in model.named_parameters() if weight.requires_grad}
+
+    def loss(weights, image, label):
+        inputs = {"pixel_values": image[None], "labels": label[None]}
+        return torch.func.functional_call(model, weights, (), inputs).loss
+
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0), randomness="different")
+    gradient = each(weights, tiny.images(4), tiny.labels(4))[PROMPTS]
+    assert gradient.shape == (4, 8, 32)
+    # Other entries are dropped for each image.
+    dropped = gradient == 0
+    assert 0.4 < dropped.float().mean() < 0.6
+    assert not torch.equal(dropped[0], dropped[1])
 
 
 # ---- what is left out -----------------------------------------------------------------------------------------------

@@ -468,15 +468,15 @@ HOSTILE = {
     ),
     "fewer blocks": (
         tensors(**{BLOCKS: torch.ones(11, dtype=torch.int64)}),
-        r"of shape \(12,\), got .* shape \(11,\)",
+        r"or int64 of \(12,\), got .* shape \(11,\)",
     ),
     "fractional blocks": (
         tensors(**{BLOCKS: torch.ones(12)}),
-        r"must be int64 of shape \(12,\), got torch.float32",
+        r"must be one-hot rows of shape \(12, 5\), or int64 of \(12,\), got torch.float32",
     ),
     "narrow blocks": (
         tensors(**{BLOCKS: torch.ones(12, dtype=torch.int32)}),
-        r"must be int64 .* got torch.int32",
+        r"or int64 of \(12,\), got torch.int32",
     ),
     "negative block": (tensors(**{BLOCKS: torch.arange(12) % 4 - 1}), r"blocks must be in 0 … 4, got -1 … 2"),
     "block above the last": (tensors(**{BLOCKS: torch.arange(12) % 6}), r"blocks must be in 0 … 4, got 0 … 5"),

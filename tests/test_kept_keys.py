@@ -170,6 +170,21 @@ def test_contexts_within_each_other():
         assert torch.equal(evaluate(model), anew(model))
 
 
+def test_contexts_of_threads_that_leave_in_another_order_than_they_came():
+    model = prompted()
+    first, second = model.base_model.kept_keys(), model.base_model.kept_keys()
+    first.__enter__()
+    second.__enter__()
+    before = evaluate(model)
+    first.__exit__(None, None, None)
+    with counted(model) as passes:
+        assert torch.equal(evaluate(model), before)
+        assert passes() == 0
+    second.__exit__(None, None, None)
+    add_to(model.base_model.prompts())
+    assert torch.equal(evaluate(model), anew(model))
+
+
 def test_a_change_within_the_inner_context_is_seen_in_the_outer_one():
     model = prompted()
     with model.base_model.kept_keys():

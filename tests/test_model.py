@@ -47,7 +47,7 @@ def test_saved_tensors(tmp_path):
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     assert {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()} == {
         "base_model.bank.provpt_prompts": ((12, 32), torch.float32),
-        "base_model.bank.provpt_prompt_blocks": ((12,), torch.int64),
+        "base_model.bank.provpt_prompt_blocks": ((12, 5), torch.float32),
         "base_model.model.classifier.weight": ((3, 32), torch.float32),
         "base_model.model.classifier.bias": ((3,), torch.float32),
     }
@@ -104,8 +104,16 @@ def test_a_config_is_its_first_model_s_own_and_fits_others_too(tmp_path):
         ("provpt_prompts", None, "prompts are missing"),
         ("provpt_prompt_blocks", torch.full((12,), 5), r"must be in 0 … 4, got 5 … 5"),
         ("provpt_prompt_blocks", torch.full((12,), -1), r"must be in 0 … 4, got -1 … -1"),
-        ("provpt_prompt_blocks", torch.ones(11, dtype=torch.int64), r"int64 of shape \(12,\), got .*\(11,\)"),
-        ("provpt_prompt_blocks", torch.ones(12), r"int64 of shape \(12,\), got torch.float32"),
+        ("provpt_prompt_blocks", torch.ones(11, dtype=torch.int64), r"int64 of \(12,\), got .*\(11,\)"),
+        ("provpt_prompt_blocks", torch.ones(12), r"int64 of \(12,\), got torch.float32"),
+        (
+            "provpt_prompt_blocks",
+            torch.eye(5)[:12],
+            r"one-hot rows of shape \(12, 5\), .* got torch.float32 of .*\(5, 5\)",
+        ),
+        ("provpt_prompt_blocks", torch.ones(12, 4), r"one-hot rows of shape \(12, 5\), .* got torch.float32 of .*4\)"),
+        ("provpt_prompt_blocks", torch.zeros(12, 5), "must be finite and have a largest number above 0"),
+        ("provpt_prompt_blocks", torch.full((12, 5), torch.nan), "must be finite and have a largest number above 0"),
         ("provpt_prompt_blocks", None, "the prompts' blocks are missing"),
         ("provpt_more", torch.ones(2), r"no tensors but those of the adapter, got \['base_model.bank.provpt_more'\]"),
     ],
@@ -578,6 +586,32 @@ def test_forward_passes_at_the_same_time_through_flash_keep_their_prompts():
     finally:
         del ALL_ATTENTION_FUNCTIONS._global_mapping["flash_stand_in"]
     assert all(torch.equal(logits_of_one, before) for logits_of_one in found)
+
+
+@pytest.mark.filterwarnings("ignore:You are trying to modify a model with PEFT for a second time")
+def test_another_method_that_was_put_over_the_adapter_is_named():
+    model = tiny.prompted(tiny.make("vit"))
+    over = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match="'default' must be a ProVPTConfig, got a LoraConfig: another method"):
+        over.train()
+
+
+def test_a_thread_that_evaluates_while_another_one_scores():
+    model = trained()
+    expected = logits(model, count=3)
+    relocator = Relocator(model, score_batches=[{"pixel_values": tiny.images(4), "labels": tiny.labels(4)}])
+    meanwhile = []
+
+    def loss(model, batch):
+        loss = model(**batch).loss
+        with ThreadPoolExecutor(1) as pool:
+            meanwhile.append(pool.submit(logits, model, count=3).result())
+        return loss
+
+    alone = relocator.measure()
+    relocator.compute_loss = loss
+    torch.testing.assert_close(relocator.measure()[0].score, alone[0].score, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(meanwhile[0], expected)
 
 
 # ---- the base model by itself ---------------------------------------------------------------------------------------

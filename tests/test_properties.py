@@ -39,9 +39,11 @@ with torch.no_grad():
     BASE_LOGITS = BASE(pixel_values=IMAGES).logits
 
 BREAKAGES = {
-    "block too high": lambda prompts, blocks: (prompts, torch.full_like(blocks, NUM_BLOCKS + 1)),
-    "block below 0": lambda prompts, blocks: (prompts, torch.full_like(blocks, -1)),
-    "blocks not whole": lambda prompts, blocks: (prompts, blocks.float()),
+    "block too high": lambda prompts, blocks: (prompts, torch.full((len(blocks),), NUM_BLOCKS + 1)),
+    "block below 0": lambda prompts, blocks: (prompts, torch.full((len(blocks),), -1)),
+    "blocks not whole": lambda prompts, blocks: (prompts, torch.ones(len(blocks))),
+    "blocks that stand nowhere": lambda prompts, blocks: (prompts, torch.zeros_like(blocks)),
+    "a block less": lambda prompts, blocks: (prompts, blocks[:, 1:].contiguous()),
     "blocks missing": lambda prompts, blocks: (prompts, None),
     "a block too few": lambda prompts, blocks: (prompts, blocks[1:].clone()),
     "prompts missing": lambda prompts, blocks: (None, blocks),
@@ -90,7 +92,7 @@ class Session:
 
     def _relocate(self):
         """None where there is nothing to measure: all prompts are in no block."""
-        measures = self.relocator.epoch >= self.relocation.warmup_epochs
+        measures = not self.relocator._tried or self.relocator.epoch >= self.relocation.warmup_epochs
         if measures and self.relocation.idleness != "exact" and not any(self.tuner.prompt_distribution(self.watched)):
             with pytest.raises(ValueError, match="Scores need a loss that depends on the prompts"):
                 self.relocator.relocate()

@@ -141,6 +141,29 @@ def test_first_batches_of_a_plain_loader_with_a_generator_of_its_own():
         first_batches(loader, 0)
 
 
+class StatefulDataLoader(torch.utils.data.DataLoader):
+    """As torchdata's: an iterator of its own, which draws from the sampler that the next epoch draws from."""
+
+    def __iter__(self):
+        return iter([self.collate_fn([self.dataset[i] for i in indices]) for indices in self.batch_sampler])
+
+
+def test_a_loader_with_a_state_of_its_own_is_left_as_it_was():
+    def loader():
+        generator = torch.Generator().manual_seed(5)
+        return StatefulDataLoader(Images(12), batch_size=4, shuffle=True, generator=generator)
+
+    read = loader()
+    first_batches(read, 8)
+    for ours, untouched in zip(read, loader(), strict=True):
+        assert torch.equal(ours["pixel_values"], untouched["pixel_values"])
+
+
+def test_batches_are_copied_out_of_the_memory_that_workers_share():
+    loader = torch.utils.data.DataLoader(Images(8), batch_size=4, num_workers=1)
+    assert not any(batch["pixel_values"].is_shared() for batch in first_batches(loader, 8))
+
+
 def test_a_sampler_s_data_are_not_copied():
     class Raw(Images):
         def __deepcopy__(self, memo):
@@ -501,7 +524,9 @@ def test_a_loss_that_fails_in_eval_mode(tmp_path):
             return super().compute_loss(model, inputs, **kwargs)
 
     trainer, _ = make_trainer(tmp_path, trainer_class=TrainsOnly)
-    message = r"`score_images=32`\), by the Trainer's `compute_loss` in eval mode, but that fails: KeyError: 'targets'"
+    message = (
+        r"`score_images=32`\)\. They are scored by the Trainer's `compute_loss` .* that fails: KeyError: 'targets'"
+    )
     with pytest.raises(ValueError, match=message) as failed:
         trainer.train()
     assert isinstance(failed.value.__cause__, KeyError)

@@ -39,6 +39,7 @@ class Recipe:
         warmup: Share of the steps in which the rates rise to their values, before they fall as a cosine.
         dropout: On the prompts.
         scale: Standard deviation of the prompts' start; 0.0 for VPT's uniform one.
+        optimizer: `"adamw"`, or `"muon"` for what is not the head.
     """
 
     method: str
@@ -47,6 +48,7 @@ class Recipe:
     warmup: float = 0.1
     dropout: float = 0.0
     scale: float = 0.0
+    optimizer: str = "adamw"
 
 
 RECIPES = {
@@ -59,6 +61,8 @@ RECIPES = {
     "prompts 5e-3, head 1e-3, dropout 0.1": Recipe("vpt", 5e-3, 1e-3, dropout=0.1),
     "prompts 5e-3, head 1e-3, no warm-up": Recipe("vpt", 5e-3, 1e-3, warmup=0.0),
     "unit scale, prompts 1e-1, head 1e-3": Recipe("vpt", 1e-1, 1e-3, scale=1.0),
+    "Muon, prompts 1e-1, head 1e-3": Recipe("vpt", 1e-1, 1e-3, optimizer="muon"),
+    "Muon, prompts 5e-2, head 1e-3": Recipe("vpt", 5e-2, 1e-3, optimizer="muon"),
     "LoRA 1, 1e-3, head 1e-3": Recipe("lora-1", 1e-3, 1e-3),
     "LoRA 1, 3e-3, head 1e-3": Recipe("lora-1", 3e-3, 1e-3),
     "LoRA 1, 1e-2, head 1e-3": Recipe("lora-1", 1e-2, 1e-3),
@@ -85,6 +89,21 @@ def make_model(recipe: Recipe, num_labels: int, num_prompts: int, seed: int) -> 
     return model
 
 
+class Each:
+    """Several optimizers, or schedules, as one."""
+
+    def __init__(self, parts: list[Any]) -> None:
+        self.parts = parts
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self) -> None:
+        for part in self.parts:
+            part.zero_grad()
+
+
 def run(name: str, task_name: str, seed: int, args: Any) -> dict[str, Any]:
     """Train and test once. Returns the line of the results; accuracies in percent."""
     recipe = RECIPES[name]
@@ -92,10 +111,11 @@ def run(name: str, task_name: str, seed: int, args: Any) -> dict[str, Any]:
     model = make_model(recipe, task.num_labels, args.num_prompts, seed)
     head = [p for n, p in model.named_parameters() if p.requires_grad and "modules_to_save" in n]
     rest = [p for n, p in model.named_parameters() if p.requires_grad and "modules_to_save" not in n]
-    optimizer = torch.optim.AdamW(
-        [{"params": rest, "lr": recipe.learning_rate}, {"params": head, "lr": recipe.head_learning_rate}],
-        weight_decay=0.0,
-    )
+    make_optimizer = {"adamw": torch.optim.AdamW, "muon": torch.optim.Muon}[recipe.optimizer]
+    optimizers = [
+        make_optimizer(rest, lr=recipe.learning_rate, weight_decay=0.0),
+        torch.optim.AdamW(head, lr=recipe.head_learning_rate, weight_decay=0.0),
+    ]
     steps = args.epochs * math.ceil(len(task.train) / BATCH_SIZE)
     warmup = round(recipe.warmup * steps)
 
@@ -104,10 +124,10 @@ def run(name: str, task_name: str, seed: int, args: Any) -> dict[str, Any]:
             return (step + 1) / warmup
         return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
 
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, rate) for optimizer in optimizers]
     for epoch in range(args.epochs):
         loss = train_epoch(
-            model, optimizer, task.train, 1000 * seed + epoch, batch_size=BATCH_SIZE, scheduler=schedule
+            model, Each(optimizers), task.train, 1000 * seed + epoch, batch_size=BATCH_SIZE, scheduler=Each(schedules)
         )
     return {
         "suite": "recipes", "recipe": name, **asdict(recipe), "task": task_name, "seed": seed,

@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..config import BackboneFamily
 from ..gates import Gates
-from ..prompts import PromptBank
+from ..prompts import PromptBank, transformed
 from .families import FAMILIES, resolve
 
 
@@ -122,7 +122,9 @@ class PromptedBlock:
             return kept[name]
         prompts = bank.provpt_prompts[adapter][rows, : self.width].unsqueeze(0)  # (1, n, D)
         rate = bank.dropout[adapter] if bank.training else 0.0
-        if rate > 0.0:
+        if rate > 0.0 and transformed():
+            prompts = F.dropout(prompts.expand(images, -1, -1), rate)  # masks of their own under `vmap`
+        elif rate > 0.0:
             # As `F.dropout`, with the same random numbers, but what is stored for the backward pass is a boolean mask.
             mask = torch.empty(images, *prompts.shape[1:], dtype=torch.bool, device=prompts.device)
             prompts = torch.where(mask.bernoulli_(1 - rate), prompts / (1 - rate), 0.0)
@@ -186,7 +188,9 @@ def prompted_attention(
     rows = None if adapter is None or adapter in bank.shallow else bank.rows(adapter, block.number)
     if rows is None:
         return block.attend(query, key, value, attention_mask, **kwargs)
-    gates = bank.gates if bank.gates is not None and bank.gates.adapter_name == adapter else None
+    # Another thread may evaluate meanwhile.
+    scored = bank.gates is not None and bank.gates.adapter_name == adapter and torch.is_grad_enabled()
+    gates = bank.gates if scored else None
     images = key.shape[0] if block.images is None else block.images
     keys_and_values = block.keys_and_values(images, key, rows, gates)
     prompt_key, prompt_value = (_for_each_window(x, key.shape[0]) for x in keys_and_values)

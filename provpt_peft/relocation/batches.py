@@ -20,7 +20,8 @@ def first_batches(loader: Iterable[Any], num_images: int) -> list[Any]:
     They come by the loader's own data set, workers and collator, so data are opened only where training opens them.
     The order is that of a copy of the sampler, and the generators of Python, NumPy and PyTorch are seeded meanwhile
     and put back, so the images are the same in each run, and training is what it is without this call. The exception
-    is a data set with a generator of its own: what it draws here, it does not draw again.
+    is a data set, collator or loader with a generator or a count of its own: what it draws here, it does not draw
+    again.
 
     With several processes all have to call it. The first one reads, and sends the images to the others.
 
@@ -65,7 +66,8 @@ def _read(loader: Any, num_images: int) -> list[Any]:
     # Workers and collators do not draw from the generators of devices.
     with fixed_randomness(torch.device("cpu")):
         for batch in _again(loader):
-            batch = send_to_device(batch, "cpu")
+            # Copied out of the memory that workers share, of which there is little.
+            batch = copy.deepcopy(send_to_device(batch, "cpu"))
             size = images_in(batch)
             batches.append(_cut(batch, num_images) if size > num_images else batch)
             num_images -= size
@@ -76,7 +78,8 @@ def _read(loader: Any, num_images: int) -> list[Any]:
 
 def _again(loader: Any) -> Iterable[Any]:
     """A loader like another, with copies of its sampler and its generator, on the same data set."""
-    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+    plain = type(loader).__name__ in ("DataLoader", "StatefulDataLoader")  # torchdata's is one with a state of its own
+    if not isinstance(loader, DataLoader) or not (plain or type(loader).__iter__ is DataLoader.__iter__):
         return loader
     dataset: Any = loader.dataset
     sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler

@@ -37,6 +37,11 @@ def tuner_of(model: nn.Module) -> ProVPTModel:
 
 def check_trained(tuner: ProVPTModel, adapter_name: str, optimizer: torch.optim.Optimizer | None) -> None:
     prompts = tuner.prompts(adapter_name)
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise ValueError(
+            f"`optimizer` must be the one that steps the prompts, got a {type(optimizer).__name__}. Of several, give "
+            "that of the prompts."
+        )
     stepped = optimizer is None or any(p is prompts for group in optimizer.param_groups for p in group["params"])
     if not (prompts.requires_grad and stepped):
         where = "are not in the optimizer" if prompts.requires_grad else "are frozen"

@@ -8,6 +8,7 @@ Legend: N prompts, B images of all score batches.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -91,24 +92,33 @@ class Measurement:
 
         losses, sizes = zip(*self._over_batches(of_batch), strict=True)
         self._take_loss(losses, sizes)
-        return broadcast(torch.tensor(losses, dtype=torch.float64), self.device)
+        return broadcast(torch.tensor(losses, dtype=torch.float64, device="cpu"), self.device)
 
     def _over_batches(self, function: Callable[[Any], T]) -> list[T]:
         """What a function makes of each batch, in eval mode. Augmented images are the same each time."""
         with in_eval_mode(self.model), fixed_randomness(self.device):
-            found = [function(send_to_device(batch, self.device)) for batch in self.batches]
+            # Copies: a loss may change its batch, which in training is another one each time.
+            found = [function(send_to_device(copy.deepcopy(batch), self.device)) for batch in self.batches]
         if not found:
             raise ValueError("Scores are measured on the score batches, but there are none. Give at least one batch.")
         return found
 
     def _loss(self, batch: Any) -> torch.Tensor:
         with fixed_randomness(self.device):
-            return self.compute_loss(self.model, batch)
+            loss: Any = self.compute_loss(self.model, batch)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"{loss!r:.80}"
+            raise ValueError(
+                f"`compute_loss` must return the mean loss of a batch, a tensor with one number, got {got}. By "
+                "default it is `model(**batch).loss`, which is None where the batch has no labels."
+            )
+        return loss
 
     def _take_loss(self, losses: Sequence[float], sizes: Sequence[int]) -> None:
         """The mean over images."""
         total = sum(loss * size for loss, size in zip(losses, sizes, strict=True))
-        self.loss = broadcast(torch.tensor(total / sum(sizes), dtype=torch.float64), self.device).item()
+        mean = torch.tensor(total / sum(sizes), dtype=torch.float64, device="cpu")
+        self.loss = broadcast(mean, self.device).item()
 
 
 Score = Callable[[Measurement], Idleness]
@@ -128,7 +138,7 @@ def exact(measurement: Measurement) -> Idleness:
     """Eq. 4 itself: the loss minus the loss without each prompt. N + 1 forward passes; errors are over batches."""
     tuner, name, blocks = measurement.tuner, measurement.adapter_name, measurement.blocks()
     with_all, mean_loss = measurement.losses(), measurement.loss
-    scores = torch.full((len(with_all), len(blocks)), torch.nan, dtype=torch.float64)
+    scores = torch.full((len(with_all), len(blocks)), torch.nan, dtype=torch.float64, device="cpu")
     for prompt in (blocks != 0).nonzero()[:, 0].tolist():
         tuner.move_prompt(prompt, 0, name)
         try:

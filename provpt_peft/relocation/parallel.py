@@ -70,9 +70,14 @@ def reshard(model: nn.Module) -> None:
             module.reshard()  # type: ignore[operator]
 
 
+def is_sharded(tensor: Any) -> bool:
+    """Whether processes hold a part of the tensor each."""
+    return hasattr(tensor, "full_tensor")
+
+
 def full_tensor(tensor: Any) -> torch.Tensor:
     """The tensor, gathered if it is sharded. All processes have to call this."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def write_row(tensor: Any, row: int, values: torch.Tensor) -> None:

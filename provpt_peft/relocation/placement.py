@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..model import ProVPTModel
-from .parallel import full_tensor, reshard, write_row
+from .parallel import full_tensor, is_sharded, reshard, write_row
 
 
 # Optimizer states that are running averages of gradients, and those of their squares or sizes. Others (iterates, step
@@ -57,9 +57,12 @@ def place(
         drawn = torch.empty(prompts.shape[1]).uniform_(-bound, bound, generator=generator)
         write_row(prompts, prompt, drawn.to(prompts))
     for name, moment in (optimizer.state.get(prompts, {}) if optimizer is not None else {}).items():
-        if name in _FIRST_MOMENTS and moment.shape == prompts.shape:
+        # Quantised ones are tensors of other classes, which cannot be indexed.
+        if not (type(moment) is torch.Tensor or is_sharded(moment)) or moment.shape != prompts.shape:
+            continue
+        if name in _FIRST_MOMENTS:
             write_row(moment, prompt, torch.zeros_like(full_tensor(moment)[prompt]))
-        elif name in _SECOND_MOMENTS and moment.shape == prompts.shape and len(peers):
+        elif name in _SECOND_MOMENTS and len(peers):
             write_row(moment, prompt, _mean(moment, peers))
 
 

@@ -116,7 +116,8 @@ class PPO:
         states, offsets = (torch.stack([t[name] for t in self.transitions]) for name in ("state", "offset"))  # (M, S)
         actions = torch.tensor([t["action"] for t in self.transitions])
         old_log_probs, values, rewards = (
-            torch.tensor([t[name] for t in self.transitions]) for name in ("log_prob", "value", "reward")
+            torch.tensor([t[name] for t in self.transitions], dtype=torch.float32)
+            for name in ("log_prob", "value", "reward")
         )
         advantages, returns = advantages_and_returns(rewards, values, self.gamma)
         with torch.enable_grad():
@@ -165,7 +166,7 @@ def _mlp(inputs: int, outputs: int, output_gain: float, generator: torch.Generat
     layers: list[nn.Module] = []
     for size_in, size_out, gain in zip(sizes[:-1], sizes[1:], gains, strict=True):
         # The layer's own initialisation would draw from the global generator.
-        linear = nn.utils.skip_init(nn.Linear, size_in, size_out)
+        linear = nn.utils.skip_init(nn.Linear, size_in, size_out, device="cpu", dtype=torch.float32)
         nn.init.orthogonal_(linear.weight, gain, generator=generator)
         nn.init.zeros_(linear.bias)
         layers += [linear, nn.Tanh()]

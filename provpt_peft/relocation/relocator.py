@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from .serialization import from_json, to_json
 
 logger = logging.getLogger(__name__)
 
+_FROZEN = "The prompts were frozen: none was moved."
 _NOT_FINITE = "The loss or a score was not finite: no prompt was moved and no reward was learned."
 
 
@@ -72,10 +74,11 @@ class Relocator:
         self.config = config if config is not None else RelocationConfig()
         self.tuner = tuner_of(model)
         self.adapter_name = self.tuner.active_adapters[0]
-        if score_batches is None or isinstance(score_batches, Iterator):
+        if score_batches is None or isinstance(score_batches, (Iterator, Mapping, torch.Tensor)):
+            what = "which can be read once" if isinstance(score_batches, Iterator) else "as of one batch"
             raise ValueError(
                 "Scores are measured on `score_batches`, which must be a list of batches or a loader, got "
-                f"{'none' if score_batches is None else f'a {type(score_batches).__name__}, which can be read once'}. "
+                f"{'none' if score_batches is None else f'a {type(score_batches).__name__}, {what}'}. "
                 f"Give some training images: score_batches=first_batches(loader, {self.config.score_images})."
             )
         check_trained(self.tuner, self.adapter_name, optimizer)
@@ -93,7 +96,9 @@ class Relocator:
         self.generator = torch.Generator().manual_seed(self.config.seed)
         ppo, naive = self.config.ppo, self.config.adjust == "naive_rl"
         allocator = partial(NaiveRL, config=ppo) if naive else self.config.allocator
-        self.policy = make_policy(allocator, self.tuner.num_blocks, ppo, self.generator)
+        with torch.device("cpu"):  # whatever the default is
+            self.policy = make_policy(allocator, self.tuner.num_blocks, ppo, self.generator)
+        self._tried = False
         # Moves whose reward is not known yet.
         self._pending: list[tuple[Relocation, Action]] = []
         # Within a relocation: the scores, without those of prompts that have gone to another block.
@@ -109,6 +114,7 @@ class Relocator:
         Returns:
             The records of the moves made, empty where nothing moved. `history` keeps them all.
         """
+        self.try_out()
         move = self.epoch - self.first_epoch >= self.config.warmup_epochs and progress < 1.0 - self.config.settle
         moves = self._turn(move)
         self.epoch += 1
@@ -119,6 +125,13 @@ class Relocator:
         """Learn the reward of the last moves, without a further one. Call it after training."""
         self._turn(move=False)
         self._remember()
+
+    def try_out(self) -> None:
+        """Measure one score batch, once, so that what cannot work fails before the first training step. `relocate`
+        does it too."""
+        if not self._tried:
+            self.measure(list(islice(self.score_batches, 1)))
+            self._tried = True
 
     def measure(self, batches: Iterable[Any] | None = None) -> tuple[Idleness, float]:
         """Scores and mean loss of the model as it stands, the same in all processes.
@@ -133,7 +146,7 @@ class Relocator:
         if enabled != self.adapter_name:
             raise ValueError(
                 f"Scores are those of the enabled adapter, which must be {self.adapter_name!r}, got {enabled!r}. "
-                f"Activate it before: model.set_adapter({self.adapter_name!r})."
+                f"Activate it before: model.set_adapter({self.adapter_name!r}). If it was deleted, make a new one."
             )
         batches = self.score_batches if batches is None else batches
         measurement = Measurement(self.model, self.tuner, self.adapter_name, batches, self.compute_loss)
@@ -153,6 +166,9 @@ class Relocator:
 
     def _turn(self, move: bool) -> list[Relocation]:
         self.metrics = {}
+        if move and not self.tuner.prompts(self.adapter_name).requires_grad:
+            self.history.append(Relocation(epoch=self.epoch, note=_FROZEN))
+            move = False
         if not (move or self._pending):
             return []
         idleness, loss = self.measure()
@@ -163,8 +179,9 @@ class Relocator:
                 record.note = _NOT_FINITE
             self._pending = []
             return []
-        self._reward(loss)
-        return self._adjust(idleness, loss) if move else []
+        with torch.device("cpu"):
+            self._reward(loss)
+            return self._adjust(idleness, loss) if move else []
 
     def _reward(self, loss: float) -> None:
         """Let the policy learn from the last moves: Eq. 8, with the score of the prompt that was moved."""
@@ -249,6 +266,7 @@ class Relocator:
             "num_blocks": self.tuner.num_blocks,
             "epoch": self.epoch,
             "first_epoch": self.first_epoch,
+            "policy": type(self.policy).__name__,
             "history": [asdict(relocation) for relocation in self.history],
             "tensors": to_json(tensors),
         }
@@ -262,6 +280,11 @@ class Relocator:
             raise ValueError(
                 f"The relocator's state was saved for {was}, but the model has {now}. Resume with the config that the "
                 "run began with."
+            )
+        if state["policy"] != type(self.policy).__name__:
+            raise ValueError(
+                f"The relocator's state must be of its own policy, {type(self.policy).__name__}, got that of a "
+                f"{state['policy']}. Resume with the settings that the run began with."
             )
         self.epoch, self.first_epoch = state["epoch"], state["first_epoch"]
         self.history = [Relocation(**record) for record in state["history"]]

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from ..config import ProVPTConfig
-from ..prompts import check_prompts
+from ..prompts import check_prompts, read_blocks
 from ..records import Run, run_of
 from ..registration import NAME
 from ..version import __version__
@@ -68,7 +68,7 @@ def read_adapter(folder: Path) -> Adapter:
     except ValueError as error:
         raise ValueError(f"{path}: {error} {_SAVE_ANEW}") from None
     try:
-        run = run_of(config.training, distribution_of(config, tensors[PROMPT_BLOCKS])[1:])
+        run = run_of(config.training, distribution_of(config, read_blocks(tensors[PROMPT_BLOCKS]))[1:])
     except ValueError as error:
         raise ValueError(f"{folder / CONFIG_NAME}: {error}") from None
     return Adapter(config, tensors, run)
@@ -80,7 +80,7 @@ def saved_blocks(folder: Path) -> torch.Tensor | None:
     if not path.is_file():
         return None
     with safe_open(path, framework="pt") as tensors:
-        return tensors.get_tensor(PROMPT_BLOCKS) if PROMPT_BLOCKS in tensors.keys() else None  # noqa: SIM118
+        return read_blocks(tensors.get_tensor(PROMPT_BLOCKS)) if PROMPT_BLOCKS in tensors.keys() else None  # noqa: SIM118
 
 
 def distribution_of(config: ProVPTConfig, blocks: torch.Tensor) -> list[int]:

@@ -73,13 +73,14 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self._trainer = trainer = calling_trainer()
         _check(args, trainer)
-        with _before_training(self.config):
+        with _before_training(self.config, "read from the training loader"):
             batches = first_batches(kwargs["train_dataloader"], self.config.score_images)
         compute_loss = partial(training_loss, trainer)
         self.relocator = Relocator(kwargs["model"], self.config, kwargs["optimizer"], batches, compute_loss)
-        with _before_training(self.config):
-            self.relocator.measure(batches[:1])
+        with _before_training(self.config, "scored by the Trainer's `compute_loss` in eval mode"):
+            self.relocator.try_out()
         _warn_of_nothing(self.config, state)
+        _warn_of_inputs(trainer)
         _warn_of_the_last_model(args, self.relocator.adapter_name)
         self._inside_epoch, self._evaluated_step = False, None
         name = type(self).__name__
@@ -242,6 +243,15 @@ def _warn_of_the_last_model(args: TrainingArguments, adapter_name: str) -> None:
         )
 
 
+def _warn_of_inputs(trainer: Trainer) -> None:
+    if type(trainer).training_step is not Trainer.training_step:
+        logger.warning(
+            "%s has a `training_step` of its own. Scores are measured by `_prepare_inputs` and `compute_loss`: what "
+            "the step itself does to inputs or loss is not in them. Move it there if scores are to see it.",
+            type(trainer).__name__,
+        )
+
+
 def _warn_of_nothing(config: RelocationConfig, state: TrainerState) -> None:
     """Say so where no prompt can move before the end."""
     every = config.relocate_every
@@ -260,7 +270,7 @@ def _warn_of_nothing(config: RelocationConfig, state: TrainerState) -> None:
 
 
 @contextmanager
-def _before_training(config: RelocationConfig) -> Iterator[None]:
+def _before_training(config: RelocationConfig, doing: str) -> Iterator[None]:
     """Name the setting that asks for what fails here."""
     try:
         yield
@@ -269,6 +279,6 @@ def _before_training(config: RelocationConfig) -> Iterator[None]:
         if should_reduce_batch_size(error):
             raise
         raise ValueError(
-            f"Relocation measures scores on the first training images (`score_images={config.score_images}`), by the "
-            f"Trainer's `compute_loss` in eval mode, but that fails: {type(error).__name__}: {error}"
+            f"Relocation measures scores on the first training images (`score_images={config.score_images}`). They "
+            f"are {doing}, but that fails: {type(error).__name__}: {error}"
         ) from error

@@ -115,6 +115,26 @@ def test_optimizer_states_that_are_no_moments_are_left_alone():
     assert not optimizer.state[prompts]["exp_avg"][0].any()
 
 
+class Quantised(torch.Tensor):
+    """As optimizers of 8 bits keep their moments: a tensor of another class, which cannot be indexed."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.__getitem__:
+            raise NotImplementedError("select")
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+def test_moments_of_other_classes_are_left_alone():
+    model, optimizer = prompted()
+    train_epoch(model, optimizer)
+    prompts = model.base_model.prompts()
+    state = optimizer.state[prompts]
+    state["exp_avg"] = state["exp_avg"].as_subclass(Quantised)
+    move(model, optimizer, block=4)
+    assert not (state["exp_avg"].as_subclass(torch.Tensor)[0] == 0).any()
+
+
 @pytest.mark.parametrize(("distribution", "block"), [([6, 5, 1, 0], 3), ([6, 5, 1, 0], 4), ([6, 5, 1, 0], 1)])
 def test_a_moved_prompt_keeps_its_vector_where_there_is_no_mean_or_no_move(distribution, block):
     model, optimizer = prompted(num_prompts=distribution)
