@@ -64,14 +64,14 @@ def main(arguments: list[str] | None = None) -> int:
 def _show(options: argparse.Namespace) -> None:
     """Print what an adapter is, in a few lines, with its prompts in each block as a bar chart."""
     from provpt_peft.records import printable
-    from provpt_peft.share.files import PROMPTS, read_adapter
+    from provpt_peft.share.files import PROMPT_BLOCKS, PROMPTS, read_adapter
 
     config, tensors, run = read_adapter(options.adapter)
     counts = run.distribution
     undistributed = len(tensors[PROMPTS]) - sum(counts)
     labels = list((config.id2label or {}).values())
     named = ", ".join(labels[:_MOST_LABELS]) + (", …" if len(labels) > _MOST_LABELS else "")
-    parameters = sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point())
+    parameters = sum(tensor.numel() for name, tensor in tensors.items() if name != PROMPT_BLOCKS)
     where = "the first block, as tokens" if config.shallow else f"{len(counts)} blocks"
     rows = {
         "base model": config.base_model_name_or_path or "not known",

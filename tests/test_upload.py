@@ -156,6 +156,7 @@ def test_other_ways_to_upload_keep_the_card(tmp_path, base, way):
             assert text.count("## Of my garden") == text.count("provpt_peft: start") == 1
 
 
+@pytest.mark.slow
 def test_a_private_repository_is_its_owner_s(tmp_path, base):
     with hub_server.running() as (address, repositories):
         uploaded = run(UPLOAD, tmp_path, address, hub_server.TOKEN, base, "private")

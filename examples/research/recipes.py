@@ -60,6 +60,8 @@ RECIPES = {
     "prompts 1e-2, head 3e-3": Recipe("vpt", 1e-2, 3e-3),
     "prompts 5e-3, head 1e-3, dropout 0.1": Recipe("vpt", 5e-3, 1e-3, dropout=0.1),
     "prompts 5e-3, head 1e-3, no warm-up": Recipe("vpt", 5e-3, 1e-3, warmup=0.0),
+    "prompts 1e-2, head 1e-3, warm-up 0.3": Recipe("vpt", 1e-2, 1e-3, warmup=0.3),
+    "prompts 1e-2, head 3e-3, warm-up 0.3": Recipe("vpt", 1e-2, 3e-3, warmup=0.3),
     "unit scale, prompts 1e-1, head 1e-3": Recipe("vpt", 1e-1, 1e-3, scale=1.0),
     "Muon, prompts 1e-1, head 1e-3": Recipe("vpt", 1e-1, 1e-3, optimizer="muon"),
     "Muon, prompts 5e-2, head 1e-3": Recipe("vpt", 5e-2, 1e-3, optimizer="muon"),
