@@ -135,7 +135,7 @@ def test_the_image_processor_of_a_processor_is_uploaded_and_either_file_is_read(
             assert loaded.stdout.strip() == size, loaded.stderr
 
 
-@pytest.mark.parametrize("way", ["model", "trainer"])
+@pytest.mark.parametrize("way", [pytest.param("model", marks=pytest.mark.slow), "trainer"])
 def test_other_ways_to_upload_keep_the_card(tmp_path, base, way):
     with hub_server.running() as (address, repositories):
         uploaded = run(PUSH, tmp_path, address, hub_server.TOKEN, base, way)
