@@ -206,13 +206,17 @@ class ProVPTConfig(PeftConfig):
         """The config for an adapter that is made now: this object, as PEFT keeps it, or, where it is another adapter's
         already, a copy of it without what that adapter's model has filled in."""
         if self._as_given is None:
-            self._as_given = {name: getattr(self, name) for name in _FILLED_IN}
             return self
         config = copy.copy(self)
         for name, value in self._as_given.items():
             setattr(config, name, value)
         config._as_given = None
-        return config.for_a_model()
+        return config
+
+    def take(self, num_blocks: int) -> None:
+        """Become the config of an adapter of a model with so many blocks."""
+        self._as_given = {name: getattr(self, name) for name in _FILLED_IN}
+        self.num_blocks, self.training = num_blocks, None
 
     def _check_num_prompts(self) -> None:
         if isinstance(self.num_prompts, list):
@@ -267,9 +271,9 @@ def plain(value: Any) -> Any:
     """A setting as JSON has it: Python's numbers instead of NumPy's, lists instead of tuples and sets."""
     if isinstance(value, dict):
         return {name: plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple, set, np.ndarray)):
+    if isinstance(value, (list, tuple, set)):
         return [plain(item) for item in value]
-    return value.item() if isinstance(value, np.generic) else value
+    return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
 
 
 def _is_count(value: object) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import recursively_apply
 from peft.utils import AuxiliaryTrainingWrapper
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -35,6 +36,11 @@ def images_in(batch: Any) -> int:
     if isinstance(batch, dict) and isinstance(batch.get("pixel_values"), (list, torch.Tensor)):
         return len(batch["pixel_values"])
     return next((len(t) for t in tree_leaves(batch) if isinstance(t, torch.Tensor) and t.dim()), 1)
+
+
+def copy_of(batch: Any) -> Any:
+    """A batch with copies of its tensors in new containers, for a loss that changes what it is given."""
+    return recursively_apply(lambda tensor: tensor.detach().clone(), batch)
 
 
 @contextmanager

@@ -143,7 +143,6 @@ class ProVPTModel(BaseTuner):
         check_new_adapter(model, adapter_name, self.peft_config)
         found = find_blocks(model, config.backbone) if first else [(b.block, b.family) for b in self.blocks]
         distribution = config.start_distribution(len(found))
-        config.num_blocks = len(found)
         check_modules_to_save(model, config.modules_to_save, found)
         if config.shallow:
             check_shallow(model, *found[0])
@@ -159,6 +158,9 @@ class ProVPTModel(BaseTuner):
             if first:
                 self._remove_blocks()
             raise
+        # The record of a training belongs to the prompts that a file may bring.
+        self._records[adapter_name] = config.training
+        config.take(len(found))
         # PEFT activates the active adapter anew with the new config's `inference_mode`.
         for parameter, requires_grad in trainable.items():
             parameter.requires_grad = requires_grad
@@ -175,6 +177,7 @@ class ProVPTModel(BaseTuner):
         self.bank = PromptBank(widths, init_bound(self.patch_size, max(widths)), reference=norms[0])
         self.bank.train(model.training)
         self.blocks = [PromptedBlock(*parts, self.bank, number) for number, parts in enumerate(found, start=1)]
+        self._records: dict[str, dict[str, Any] | None] = {}
         self._calls = 0  # of the model around this one that are under way
         self._call_check = model.register_forward_pre_hook(self._check_call)
         self.register_load_state_dict_pre_hook(ProVPTModel._check_whole)
@@ -235,6 +238,7 @@ class ProVPTModel(BaseTuner):
         if adapter_name not in self.peft_config:
             raise ValueError(f"Adapter {adapter_name} does not exist")
         del self.peft_config[adapter_name]
+        self._records.pop(adapter_name, None)
         active = tuners_utils.delete_adapter(self, adapter_name=adapter_name, prefix=PREFIX, layer_cls=PromptBank)
         self.active_adapter = active or []
         self._set_backbone_dropout()
@@ -260,6 +264,16 @@ class ProVPTModel(BaseTuner):
                 "PROVPT cannot use different adapters for the images of one batch (`adapter_names`). "
                 "Run one batch for each adapter, switching with `set_adapter`."
             )
+        with self._called():
+            yield
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the base model, which sees the prompts."""
+        with self._called():
+            return super().forward(*args, **kwargs)
+
+    @contextmanager
+    def _called(self) -> Iterator[None]:
         self._calls += 1
         try:
             yield
@@ -311,7 +325,8 @@ class ProVPTModel(BaseTuner):
     def _remap_adapter_state_dict_for_load(
         cls, model: nn.Module, config: ProVPTConfig, adapter_name: str, state_dict: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        bank = _tuner(model).bank
+        tuner = _tuner(model)
+        bank = tuner.bank
         remapped = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
         bank.check(adapter_name, remapped)
         if cls.keep_card is not None:
@@ -322,6 +337,7 @@ class ProVPTModel(BaseTuner):
                 f"An adapter's file must hold no tensors but those of the adapter, got {surplus} as well. An adapter "
                 "only fits the backbone and config it was made with; save it anew."
             )
+        config.training = tuner._records.pop(adapter_name, None) or config.training
         return {key: bank.from_file(key, tensor) for key, tensor in remapped.items()}
 
     def unload(self) -> nn.Module:

@@ -17,6 +17,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch._dynamo.decorators import mark_unbacked
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .gates import Gates
 
@@ -28,6 +29,7 @@ _WRITTEN_WHILE_COMPILED = (
 
 
 _KEEPING = threading.Lock()
+_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def init_bound(patch_size: int | Sequence[int], hidden_size: int) -> float:
@@ -49,11 +51,11 @@ def _captured() -> bool:
 
 @contextmanager
 def _unrecorded() -> Iterator[None]:
-    """Compute with plain tensors while a pass is traced or transformed."""
+    """Compute with plain tensors while a pass is traced or transformed, or runs under a dispatch mode."""
     tracing = torch._C._get_tracing_state()
     torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
     try:
-        with torch._C._DisableFuncTorch():
+        with torch._C._DisableFuncTorch(), _disable_current_modes():
             yield
     finally:
         torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]
@@ -62,7 +64,7 @@ def _unrecorded() -> Iterator[None]:
 def read_blocks(stored: Tensor) -> Tensor:
     """The block of each prompt, (N,), from one-hot rows or averages of such, (N, 1 + L): where it stood most. Numbers,
     as files of version 0.1 have them, stay."""
-    return stored.argmax(dim=1) if stored.is_floating_point() and stored.dim() == 2 else stored
+    return stored.argmax(dim=1) if stored.dtype in _FLOATS else stored
 
 
 def check_prompts(
@@ -83,18 +85,19 @@ def check_prompts(
         raise ValueError(f"An adapter consists of prompts and their blocks, but {missing} are missing. Save it anew.")
     count, width = shape
     first, last = (1, 1) if shallow else (0, num_blocks)
-    numbers = read_blocks(blocks)
-    rows = blocks if numbers is not blocks else F.one_hot(blocks.long().clamp(0, num_blocks), 1 + num_blocks)
+    one_hot = blocks.dtype in _FLOATS
     fits = prompts.dim() == 2 and len(prompts) == count and prompts.shape[1] == (width or prompts.shape[1]) > 0
     if not (fits and prompts.is_floating_point()):
         rule = f"The prompts must be floating point of shape ({count}, {width or 'width'})"
         got = f"{prompts.dtype} of shape {tuple(prompts.shape)}"
-    elif tuple(rows.shape) != (count, 1 + num_blocks) or numbers.dtype != torch.int64:
+    elif tuple(blocks.shape) != ((count, 1 + num_blocks) if one_hot else (count,)) or not (
+        one_hot or blocks.dtype == torch.int64
+    ):
         rule = f"The prompts' blocks must be one-hot rows of shape ({count}, {1 + num_blocks}), or int64 of ({count},)"
         got = f"{blocks.dtype} of shape {tuple(blocks.shape)}"
-    elif not (rows.isfinite().all() and (rows.amax(dim=1) > 0).all()):
+    elif one_hot and not (blocks.isfinite().all() and (blocks.amax(dim=1) > 0).all()):
         rule, got = "The rows of the prompts' blocks must be finite and have a largest number above 0", "others"
-    elif numbers.min() < first or numbers.max() > last:
+    elif (numbers := read_blocks(blocks)).min() < first or numbers.max() > last:
         rule, got = f"The prompts' blocks must be in {first} … {last}", f"{numbers.min()} … {numbers.max()}"
     else:
         return
@@ -182,7 +185,7 @@ class PromptBank(nn.Module, BaseTunerLayer):
 
     def blocks(self, adapter_name: str) -> Tensor:
         """d_k: the block of each prompt, int64 of shape (N,), 1 … L or 0 for undistributed."""
-        return read_blocks(self.provpt_prompt_blocks[adapter_name])
+        return self.provpt_prompt_blocks[adapter_name].argmax(dim=1)
 
     def rows(self, adapter_name: str, block: int) -> Tensor | None:
         """Indices of the prompts in a block (0 … L), int64 of shape (n,), in ascending order. None if it has none."""
@@ -223,7 +226,7 @@ class PromptBank(nn.Module, BaseTunerLayer):
         averages and optimizers' helpers write into buffers too, and a write through `.data` leaves no trace but the
         numbers. A shape that depends on them cannot be compiled: compiled graphs check them and fail."""
         adapter = self.enabled_adapter
-        if adapter is None or adapter not in self._read:
+        if adapter is None or adapter in self.shallow or adapter not in self._read:
             return
         if torch.compiler.is_compiling():
             if not torch.compiler.is_exporting():
@@ -231,19 +234,22 @@ class PromptBank(nn.Module, BaseTunerLayer):
                 torch._assert_async(same, _WRITTEN_WHILE_COMPILED)
         elif not _captured():
             with _unrecorded():
-                blocks = self._plain_blocks(adapter)
-                if not torch.equal(self._read[adapter], blocks):
+                blocks, known = self._plain_blocks(adapter), self._read[adapter]
+                if blocks is not None and not (known.device == blocks.device and torch.equal(known, blocks)):
                     self._index(adapter, blocks)
 
-    def _plain_blocks(self, adapter_name: str) -> Tensor:
-        """`blocks` where `torch.func` may have wrapped the buffer: `vmap` over models, which need the same blocks."""
+    def _plain_blocks(self, adapter_name: str) -> Tensor | None:
+        """`blocks` where `torch.func` may have wrapped the buffer, as `vmap` over models does, which need the same
+        blocks. None where the buffer has no numbers (meta and fake tensors)."""
         buffer = self.provpt_prompt_blocks[adapter_name]
         while torch._C._functorch.is_functorch_wrapped_tensor(buffer):
             over_models = torch._C._functorch.maybe_get_bdim(buffer)
             buffer = torch._C._functorch.get_unwrapped(buffer)
             buffer = buffer if over_models < 0 else buffer.movedim(over_models, 0)
+        if type(buffer) is not Tensor or buffer.device.type == "meta":
+            return None
         blocks = buffer.argmax(dim=-1).reshape(-1, buffer.shape[-2])  # (models, N)
-        if not (blocks == blocks[0]).all():
+        if len(blocks) > 1 and not (blocks == blocks[0]).all():
             raise ValueError(
                 "Models that are run together by `torch.func.vmap` must have their prompts in the same blocks, got "
                 f"{len(blocks)} with others. Run them one by one."

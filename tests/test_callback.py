@@ -231,6 +231,39 @@ def test_a_training_step_of_a_trainer_s_own_is_said(tmp_path, caplog):
         assert ("Mixes has a `training_step` of its own" in caplog.text) == said
 
 
+@pytest.mark.parametrize("moves", [False, True])
+def test_an_attempt_that_ran_out_of_memory_is_not_in_the_record(tmp_path, moves):
+    class RunsOut(Trainer):
+        """In the first step with large batches, or after a move with them."""
+
+        def training_step(self, model, *args, **kwargs):
+            if self._train_batch_size > 4 and self.state.epoch >= moves:
+                raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+            return super().training_step(model, *args, **kwargs)
+
+    trainer, callback = trained(
+        tmp_path, config=moving(), trainer_class=RunsOut, auto_find_batch_size=True, per_device_train_batch_size=16
+    )
+    record = trainer.model.peft_config["default"].training
+    run = callback.run()
+    assert run.over_time()[0] == [3, 3, 3, 3]
+    assert run.over_time()[-1] == trainer.model.base_model.prompt_distribution()
+    if moves:
+        # What moved has moved.
+        assert callback.history[0].epoch == 1
+    else:
+        assert record["epochs"] == 4
+        assert [move.epoch for move in callback.history] == [1, 2, 3]
+
+
+def test_a_record_of_steps_is_not_one_of_epochs(tmp_path):
+    trainer, _ = trained(tmp_path, config=moving(), num_train_epochs=2)
+    again, callback = trained(tmp_path, config=moving(relocate_every=4), num_train_epochs=2, model=trainer.model)
+    record = again.model.peft_config["default"].training
+    assert record["epochs"] == 3
+    assert [move.epoch for move in callback.history] == [1, 2]
+
+
 def test_each_checkpoint_has_counted_its_own_epoch(tmp_path):
     trained(tmp_path, config=moving(), save_strategy="epoch")
     for epoch in range(1, 5):

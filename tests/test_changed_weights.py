@@ -8,7 +8,9 @@ import torch
 from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from provpt_peft import ProVPTConfig
 from provpt_peft.share.files import read_adapter
@@ -23,9 +25,13 @@ def made(**config):
     return tiny.prompted(tiny.make("vit"), **(dict(num_prompts=2) | config))
 
 
-def logits(model):
+def logits_of(model, images):
     with torch.no_grad():
-        return model(pixel_values=tiny.images()).logits
+        return model(pixel_values=images).logits
+
+
+def logits(model):
+    return logits_of(model, tiny.images())
 
 
 def as_if_new(model):
@@ -365,6 +371,37 @@ def test_a_trace_after_blocks_were_written_has_the_new_ones(write):
     model.requires_grad_(False)
     traced = torch.jit.trace(lambda images: model(pixel_values=images).logits, tiny.images(), check_trace=False)
     torch.testing.assert_close(traced(tiny.images()), as_if_new(model))
+
+
+def test_passes_without_numbers():
+    model = made().eval()
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+        assert model(pixel_values=torch.empty(2, 3, 32, 32)).logits.shape == (2, 3)
+    model.to("meta")
+    assert logits_of(model, tiny.images().to("meta")).shape == (2, 3)
+
+
+def test_one_number_is_read_in_a_pass():
+    """On a GPU each waits for the device."""
+
+    class Reads(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.read = []
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default):
+                self.read.append(function)
+            return function(*args, **(kwargs or {}))
+
+    model = made().eval()
+    comparisons = []
+    equal = torch.equal
+    with pytest.MonkeyPatch.context() as patch, Reads() as reads:
+        patch.setattr(torch, "equal", lambda *args: comparisons.append(args) or equal(*args))
+        logits(model)
+    # The comparison is outside of dispatch modes.
+    assert (len(comparisons), reads.read) == (1, [])
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")

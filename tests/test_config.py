@@ -49,6 +49,7 @@ MINE = {"block": "B", "attention": "a", "norm": "n", "key": "a.k", "value": "a.v
     [
         (dict(num_prompts=np.int64(3)), dict(num_prompts=3)),
         (dict(num_prompts=(1, np.int32(0))), dict(num_prompts=[1, 0])),
+        (dict(num_prompts=np.array(3)), dict(num_prompts=3)),
         (dict(num_prompts=np.array([1, 0])), dict(num_prompts=[1, 0])),
         (dict(reserve=np.int8(2), prompt_dropout=np.float32(0.5)), dict(reserve=2, prompt_dropout=0.5)),
         (dict(shallow=np.True_, backbone_dropout=np.False_), dict(shallow=True, backbone_dropout=False)),
@@ -123,6 +124,7 @@ def test_bad_relocation_settings(settings, message):
         (dict(gamma=1.5), r"`gamma` must be a number from 0 to 1, got 1.5"),
         (dict(gamma=-0.5), r"`gamma` must be a number from 0 to 1, got -0.5"),
         (dict(worth_coef=-1), r"`worth_coef` must be a number from 0 on, got -1"),
+        (dict(worth_coef=float("inf")), r"`worth_coef` must be a number from 0 on, got inf"),
         (dict(worth_coef=float("nan")), r"`worth_coef` must be a number from 0 on, got nan"),
     ],
 )

@@ -1,9 +1,12 @@
 """Adapters: save, load, switch, delete, unload, bad input, dropout, checkpointing."""
 
 import copy
+import dataclasses
+import gc
 import logging
 import pickle
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -77,6 +80,27 @@ def test_adapter_with_a_list_of_prompts_is_refused_by_another_number_of_blocks(t
         PeftModel.from_pretrained(tiny.make("vit", num_hidden_layers=6), tmp_path)
 
 
+def test_a_config_whose_adapter_could_not_be_made_is_as_it_was():
+    config = ProVPTConfig(num_prompts=2, modules_to_save=["missing"])
+    with pytest.raises(ValueError, match="missing"):
+        get_peft_model(tiny.make("vit"), config)
+    assert config.num_blocks is None
+    config.modules_to_save = ["classifier"]
+    assert get_peft_model(tiny.make("vit"), config).peft_config["default"] is config
+
+
+def test_a_copy_of_a_config_does_not_bring_a_record_along(tmp_path):
+    model = tiny.prompted(tiny.make("vit"))
+    model.peft_config["default"].training = dict(epochs=3)
+    model.save_pretrained(tmp_path)
+    copied = dataclasses.replace(model.peft_config["default"], num_prompts=2)
+    assert copied.training is not None
+    assert get_peft_model(tiny.make("vit"), copied).peft_config["default"].training is None
+    # The file's prompts have it.
+    loaded = PeftModel.from_pretrained(tiny.make("vit"), tmp_path)
+    assert loaded.peft_config["default"].training == dict(epochs=3)
+
+
 def test_a_config_is_its_first_model_s_own_and_fits_others_too(tmp_path):
     config = ProVPTConfig(num_prompts=3)
     first = get_peft_model(tiny.make("vit"), config)
@@ -112,6 +136,8 @@ def test_a_config_is_its_first_model_s_own_and_fits_others_too(tmp_path):
             r"one-hot rows of shape \(12, 5\), .* got torch.float32 of .*\(5, 5\)",
         ),
         ("provpt_prompt_blocks", torch.ones(12, 4), r"one-hot rows of shape \(12, 5\), .* got torch.float32 of .*4\)"),
+        ("provpt_prompt_blocks", torch.zeros(12, 0), r"got torch.float32 of shape \(12, 0\)"),
+        ("provpt_prompt_blocks", torch.zeros(12, 5).to(torch.float8_e5m2), "got torch.float8_e5m2"),
         ("provpt_prompt_blocks", torch.zeros(12, 5), "must be finite and have a largest number above 0"),
         ("provpt_prompt_blocks", torch.full((12, 5), torch.nan), "must be finite and have a largest number above 0"),
         ("provpt_prompt_blocks", None, "the prompts' blocks are missing"),
@@ -410,6 +436,16 @@ def test_a_module_that_peft_copies_does_not_bring_the_model_along(name):
     assert (five - one) / 4 < own + prompts + 8_000
 
 
+def test_no_hook_is_left_on_embeddings_that_were_copied():
+    model = tiny.prompted(tiny.make("vit"), modules_to_save=["patch_embeddings"])
+    bank = weakref.ref(model.base_model.bank)
+    base = model.unload()
+    del model
+    gc.collect()
+    assert bank() is None
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in base.modules())
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_embeddings_that_are_trained_or_copied_under_checkpointing(use_reentrant):
     model = tiny.prompted(tiny.make("vit"), modules_to_save=["patch_embeddings"]).train()
@@ -615,6 +651,13 @@ def test_a_thread_that_evaluates_while_another_one_scores():
 
 
 # ---- the base model by itself ---------------------------------------------------------------------------------------
+
+
+def test_calls_of_the_tuner_say_nothing(caplog):
+    model = tiny.prompted(tiny.make("vit")).train()
+    with caplog.at_level(logging.WARNING, logger="provpt_peft"):
+        model.base_model(pixel_values=tiny.images())
+    assert not caplog.messages
 
 
 def test_a_base_model_that_is_trained_by_itself_says_so_once(tmp_path, caplog):

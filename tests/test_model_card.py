@@ -288,6 +288,9 @@ def test_a_config_alone_writes_no_card(tmp_path):
     ProVPTConfig().save_pretrained(tmp_path / "alone")
     assert sorted(path.name for path in (tmp_path / "alone").iterdir()) == ["adapter_config.json"]
     assert (tmp_path / "README.md").read_text() == above
+    # Nor does it change one that is there.
+    ProVPTConfig().save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").read_text() == above
 
 
 def test_tensors_of_another_method_get_no_card(tmp_path):

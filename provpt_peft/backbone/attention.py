@@ -188,9 +188,10 @@ def prompted_attention(
     rows = None if adapter is None or adapter in bank.shallow else bank.rows(adapter, block.number)
     if rows is None:
         return block.attend(query, key, value, attention_mask, **kwargs)
-    # Another thread may evaluate meanwhile.
-    scored = bank.gates is not None and bank.gates.adapter_name == adapter and torch.is_grad_enabled()
-    gates = bank.gates if scored else None
+    gates = bank.gates
+    # Another thread may evaluate while this adapter is scored.
+    if gates is not None and not (gates.adapter_name == adapter and torch.is_grad_enabled()):
+        gates = None
     images = key.shape[0] if block.images is None else block.images
     keys_and_values = block.keys_and_values(images, key, rows, gates)
     prompt_key, prompt_value = (_for_each_window(x, key.shape[0]) for x in keys_and_values)

@@ -30,8 +30,8 @@ class CheckpointInputs:
         self.checkpointed = [module for module in around if hasattr(module, "gradient_checkpointing")]
         self.model = around[0]
         embeddings = _embeddings(around)
-        self._hook = None if embeddings is None else embeddings.register_forward_hook(self._require_gradient)
-        if self._hook is not None:
+        if embeddings is not None:
+            embeddings.register_forward_hook(self._require_gradient)
             vars(self.model)["enable_input_require_grads"] = self._do_nothing
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CheckpointInputs:
@@ -44,9 +44,12 @@ class CheckpointInputs:
 
     def remove(self) -> None:
         """Give the model its own way back."""
-        if self._hook is not None:
-            self._hook.remove()
-            vars(self.model).pop("enable_input_require_grads", None)
+        vars(self.model).pop("enable_input_require_grads", None)
+        # PEFT's copies of the embeddings have the hook as well.
+        for module in self.model.modules():
+            for key, hook in list(module._forward_hooks.items()):
+                if getattr(hook, "__self__", None) is self:
+                    del module._forward_hooks[key]
 
     def _do_nothing(self) -> None:
         """Instead of transformers' `enable_input_require_grads`: the hook sees to it where it is needed."""

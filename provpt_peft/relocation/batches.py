@@ -10,7 +10,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 
-from ..evaluation import fixed_randomness, images_in
+from ..evaluation import copy_of, fixed_randomness, images_in
 from .parallel import broadcast_objects, is_first_process
 
 
@@ -67,7 +67,7 @@ def _read(loader: Any, num_images: int) -> list[Any]:
     with fixed_randomness(torch.device("cpu")):
         for batch in _again(loader):
             # Copied out of the memory that workers share, of which there is little.
-            batch = copy.deepcopy(send_to_device(batch, "cpu"))
+            batch = copy_of(send_to_device(batch, "cpu"))
             size = images_in(batch)
             batches.append(_cut(batch, num_images) if size > num_images else batch)
             num_images -= size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from numbers import Integral, Real
@@ -27,7 +28,7 @@ class PPOConfig:
         for setting in fields(self):
             setattr(self, setting.name, plain(getattr(self, setting.name)))
         _check_number("gamma", self.gamma, "a number from 0 to 1", lambda gamma: 0 <= gamma <= 1)
-        _check_number("worth_coef", self.worth_coef, "a number from 0 on", lambda weight: weight >= 0)
+        _check_number("worth_coef", self.worth_coef, "a number from 0 on", lambda weight: 0 <= weight < math.inf)
 
 
 @dataclass

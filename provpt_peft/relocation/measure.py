@@ -8,7 +8,6 @@ Legend: N prompts, B images of all score batches.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -16,7 +15,7 @@ import torch
 from accelerate.utils import extract_model_from_parallel, send_to_device
 from torch import nn
 
-from ..evaluation import fixed_randomness, images_in, in_eval_mode
+from ..evaluation import copy_of, fixed_randomness, images_in, in_eval_mode
 from ..gates import Gates
 from ..model import ProVPTModel
 from .idleness import Idleness, to_second_order
@@ -98,7 +97,7 @@ class Measurement:
         """What a function makes of each batch, in eval mode. Augmented images are the same each time."""
         with in_eval_mode(self.model), fixed_randomness(self.device):
             # Copies: a loss may change its batch, which in training is another one each time.
-            found = [function(send_to_device(copy.deepcopy(batch), self.device)) for batch in self.batches]
+            found = [function(send_to_device(copy_of(batch), self.device)) for batch in self.batches]
         if not found:
             raise ValueError("Scores are measured on the score batches, but there are none. Give at least one batch.")
         return found

@@ -39,7 +39,7 @@ def place(
 
     Args:
         tuner, adapter_name: The tuner, and the adapter.
-        prompt, block: k* and a*, another block than the prompt's.
+        prompt, block: k* and a*, another block than the prompt's. In block 0 it stays as it is.
         optimizer: The prompts' optimizer, if there is one.
         newcomers: Prompts that have moved since the last training step.
         generator: Random generator on the CPU, for prompts that are drawn anew.
@@ -50,6 +50,8 @@ def place(
     residents = (blocks == block).nonzero()[:, 0]
     peers = residents if len(residents) else (blocks != 0).nonzero()[:, 0]
     tuner.move_prompt(prompt, block, adapter_name)
+    if block == 0:
+        return
     if len(residents) >= 2 and not set(newcomers).intersection(residents.tolist()):
         write_row(prompts, prompt, _mean(prompts, residents))
     elif blocks[prompt] == 0:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..evaluation import fixed_randomness
 from ..records import Relocation, Run, run_of
 from .ablations import ADJUSTMENTS, Moves, NaiveRL
 from .checks import check_reserve, check_trained, tuner_of
@@ -88,8 +89,11 @@ class Relocator:
         self.score_batches = score_batches
         self.compute_loss: ComputeLoss = compute_loss or (lambda model, batch: model(**batch).loss)
         self.metrics: dict[str, float] = {}
-        # An adapter that was relocated before goes on with its record, since its distribution goes on.
+        # An adapter that was relocated before goes on with its record, since its distribution goes on; but epochs and
+        # steps are not counted together.
         earlier = self.run()
+        if earlier.settings.get("relocate_every", self.config.relocate_every) != self.config.relocate_every:
+            earlier = Run(earlier.distribution)
         self.history: list[Relocation] = earlier.history
         self.epoch = earlier.epochs  # those (or periods) that have begun
         self.first_epoch = self.epoch  # that of this relocator
@@ -130,7 +134,9 @@ class Relocator:
         """Measure one score batch, once, so that what cannot work fails before the first training step. `relocate`
         does it too."""
         if not self._tried:
-            self.measure(list(islice(self.score_batches, 1)))
+            with fixed_randomness(self.tuner.prompts(self.adapter_name).device):
+                first = list(islice(self.score_batches, 1))
+            self.measure(first)
             self._tried = True
 
     def measure(self, batches: Iterable[Any] | None = None) -> tuple[Idleness, float]:

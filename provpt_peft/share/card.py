@@ -11,7 +11,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard
 from peft import PeftModel
-from peft.utils import CONFIG_NAME
+from peft.utils import CONFIG_NAME, WEIGHTS_NAME
 from torch import nn
 
 from ..config import ProVPTConfig
@@ -113,8 +113,8 @@ def _upload_modified_files(model: PeftModel, working_dir: str, *args: Any, **kwa
 def _update(folder: Path, config: ProVPTConfig | None, auto_mapping: dict[str, str] | None) -> None:
     path = folder / "README.md"
     blocks = saved_blocks(folder)
-    if blocks is None and not path.is_file():
-        return
+    if blocks is None and not (path.is_file() and (config is None or (folder / WEIGHTS_NAME).is_file())):
+        return  # the README of something else
     card = ModelCard.load(path) if path.is_file() else ModelCard("# Visual prompts\n")
     dropped = _drop_local_base_model(card)
     if blocks is not None:

@@ -66,6 +66,7 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
         self.relocator: Relocator | None = None
         self._trainer: Trainer | None = None
         self._inside_epoch = False
+        self._begun_with = 0  # records of earlier trainings
         self._evaluated_step: int | None = None
         self._saved: dict[str, Any] | None = None
         self._run: Run | None = None
@@ -75,6 +76,7 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
         _check(args, trainer)
         with _before_training(self.config, "read from the training loader"):
             batches = first_batches(kwargs["train_dataloader"], self.config.score_images)
+        self._forget_attempt()
         compute_loss = partial(training_loss, trainer)
         self.relocator = Relocator(kwargs["model"], self.config, kwargs["optimizer"], batches, compute_loss)
         with _before_training(self.config, "scored by the Trainer's `compute_loss` in eval mode"):
@@ -97,8 +99,15 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
                 # A run that resumes at its last step evaluates no more.
                 self._remember_metrics(saved["metrics"])
         self.history = self.relocator.history
+        self._begun_with = len(self.history)
         # The Trainer fills in this entry when it saves, and expects it to be there.
         state.stateful_callbacks[name] = self.state()
+
+    def _forget_attempt(self) -> None:
+        """A training that ended before its first move, as with `auto_find_batch_size`, is none in the record."""
+        if self.relocator is not None and len(self.relocator.history) == self._begun_with:
+            config = self._adapter_config
+            config.training = (config.training or {}) | {"epochs": self.relocator.first_epoch}
 
     def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         # Comes again when a run resumes inside an epoch, which has had its relocation.

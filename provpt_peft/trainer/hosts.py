@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from typing import Any
 
@@ -27,7 +26,7 @@ def calling_trainer() -> Trainer:
 def training_loss(trainer: Trainer, model: torch.nn.Module, batch: Any) -> torch.Tensor:
     """The loss of a batch as a training step of the Trainer computes it: prepared, and by its own loss, with label
     smoothing or whatever a subclass does."""
-    inputs = trainer._prepare_inputs(copy.copy(batch))
+    inputs = trainer._prepare_inputs(batch)
     count = trainer._get_num_items_in_batch([inputs], trainer.args.device)
     with trainer.compute_loss_context_manager():
         # It takes the labels out of what it is given.

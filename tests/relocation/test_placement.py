@@ -153,6 +153,15 @@ def test_prompts_that_come_to_a_block_together_do_not_start_alike():
     torch.testing.assert_close(model.base_model.prompts()[:2], torch.stack([rows[9:].mean(dim=0), rows[1]]))
 
 
+def test_a_prompt_that_is_taken_out_stays_as_it_is():
+    model, optimizer = prompted(num_prompts=[3, 3, 3, 3], reserve=3)
+    train_epoch(model, optimizer)
+    rows = model.base_model.prompts().detach().clone()
+    place(model.base_model, "default", 0, 0, optimizer)
+    assert torch.equal(model.base_model.prompts(), rows)
+    assert model.base_model.prompt_blocks()[0] == 0
+
+
 def test_without_an_optimizer_only_the_vector_changes():
     model = tiny.prompted(tiny.make("vit"))
     rows = model.base_model.prompts().detach().clone()

@@ -143,6 +143,15 @@ def test_a_loss_that_changes_its_batch_sees_the_same_one_each_time():
     assert first[1] == second[1]
 
 
+def test_trying_out_a_shuffled_loader_draws_no_random_numbers():
+    model, _ = prompted()
+    data = [{name: tensor[0] for name, tensor in batch.items()} for batch in batches(4)]
+    relocator = Relocator(model, score_batches=torch.utils.data.DataLoader(data, batch_size=2, shuffle=True))
+    state = torch.get_rng_state()
+    relocator.relocate()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_prompts_that_were_frozen_meanwhile_do_not_move():
     model, _ = prompted()
     made_up, relocator = relocator_of(model)
