@@ -146,10 +146,7 @@ class ProVPTConfig(PeftConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # As they come back from a file.
-        for setting in fields(self):
-            if setting.name in ProVPTConfig.__annotations__:
-                setattr(self, setting.name, plain(getattr(self, setting.name)))
+        make_plain(self, ProVPTConfig)
         self.peft_type = PeftType.PROVPT
         self.provpt_version = self.provpt_version or __version__
         if self.task_type is not None:
@@ -265,6 +262,13 @@ class ProVPTConfig(PeftConfig):
         # `PeftModel.save_pretrained` writes its card and the tensors first and the config last, so all is there now.
         if ProVPTConfig.after_save is not None:
             ProVPTConfig.after_save(save_directory, self, kwargs.get("auto_mapping_dict"))
+
+
+def make_plain(config: Any, cls: type) -> None:
+    """Let the settings that a config's class itself declares be as a file has them."""
+    for setting in fields(config):
+        if setting.name in cls.__annotations__:
+            setattr(config, setting.name, plain(getattr(config, setting.name)))
 
 
 def plain(value: Any) -> Any:

@@ -13,7 +13,7 @@ import torch
 
 from .config import PPOConfig
 from .idleness import Idleness
-from .policies import Action, Policy, PolicyState
+from .policies import Action, PolicyState, PPOPolicy
 from .ppo import PPO
 
 
@@ -68,7 +68,7 @@ ADJUSTMENTS: dict[str, Callable[[Any, Idleness], Moves]] = {
 }
 
 
-class NaiveRL(Policy):
+class NaiveRL(PPOPolicy):
     """PPO over all L² pairs of source and target block, without a pruning step."""
 
     def __init__(self, num_blocks: int, generator: torch.Generator, config: PPOConfig) -> None:
@@ -81,12 +81,3 @@ class NaiveRL(Policy):
         pair, memory = self.ppo.act(state.features(), offset.float())
         source, block = divmod(pair, self.num_blocks)
         return Action(block + 1, memory=memory | {"source": source + 1})
-
-    def learn(self, action: Action, reward: float) -> dict[str, float]:
-        return self.ppo.learn(action.memory, reward)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.ppo.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.ppo.load_state_dict(state)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any
 
-from ..config import plain
+from ..config import make_plain
 
 
 @dataclass
@@ -25,8 +25,7 @@ class PPOConfig:
     worth_coef: float = 2.0
 
     def __post_init__(self) -> None:
-        for setting in fields(self):
-            setattr(self, setting.name, plain(getattr(self, setting.name)))
+        make_plain(self, PPOConfig)
         _check_number("gamma", self.gamma, "a number from 0 to 1", lambda gamma: 0 <= gamma <= 1)
         _check_number("worth_coef", self.worth_coef, "a number from 0 on", lambda weight: 0 <= weight < math.inf)
 
@@ -78,8 +77,7 @@ class RelocationConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for setting in fields(self):
-            setattr(self, setting.name, plain(getattr(self, setting.name)))
+        make_plain(self, RelocationConfig)
         if isinstance(self.ppo, dict):
             self.ppo = PPOConfig(**self.ppo)
         if not isinstance(self.ppo, PPOConfig):

@@ -164,7 +164,22 @@ class Thompson(Policy):
         self.counts = state["counts"]
 
 
-class PPOAllocation(Policy):
+class PPOPolicy(Policy):
+    """A policy whose actions are those of PPO, which learns their rewards."""
+
+    ppo: PPO
+
+    def learn(self, action: Action, reward: float) -> dict[str, float]:
+        return self.ppo.learn(action.memory, reward)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.ppo.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.ppo.load_state_dict(state)
+
+
+class PPOAllocation(PPOPolicy):
     """PPO over the L blocks, the paper's Alc2.
 
     The actor's logits are added to `worth_coef` times the standardised worth of each block, so the policy can begin
@@ -186,14 +201,11 @@ class PPOAllocation(Policy):
         action, memory = self.ppo.act(state.features(), offset.float())
         return Action(action + 1, memory=memory)
 
-    def learn(self, action: Action, reward: float) -> dict[str, float]:
-        return self.ppo.learn(action.memory, reward)
-
     def state_dict(self) -> dict[str, Any]:
-        return self.ppo.state_dict() | {"worth": self.last_worth.values}
+        return super().state_dict() | {"worth": self.last_worth.values}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.ppo.load_state_dict(state)
+        super().load_state_dict(state)
         self.last_worth.values = state["worth"]
 
 
