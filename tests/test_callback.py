@@ -25,7 +25,13 @@ from training import (
 )
 from transformers import Trainer, TrainerCallback
 
-from provpt_peft import ProVPTConfig, RelocationConfig, RelocationTrainerCallback, Relocator
+from provpt_peft import (
+    ProVPTConfig,
+    RelocationConfig,
+    RelocationTrainerCallback,
+    Relocator,
+    create_provpt_optimizer,
+)
 from provpt_peft.evaluation import fixed_randomness
 from provpt_peft.trainer.reporting import report_distribution
 
@@ -218,6 +224,22 @@ def test_logs_of_a_trainer_s_own_are_not_taken_for_the_end(tmp_path):
 
     expected = outcome(*trained(tmp_path, config=every_epoch()))
     assert_equal(outcome(*trained(tmp_path, config=every_epoch(), trainer_class=Talkative)), expected)
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 2])
+@pytest.mark.parametrize(("head_lr", "said"), [(1e-2, True), (1e-3, False), (None, True)])
+def test_one_rate_for_prompts_and_head_is_said_once(tmp_path, caplog, head_lr, said, warmup_steps):
+    model = tiny.prompted(tiny.make("vit"))
+    trainer, _ = make_trainer(tmp_path, model=model, num_train_epochs=1, warmup_steps=warmup_steps)
+    if head_lr is not None:
+        trainer.optimizer = create_provpt_optimizer(model, torch.optim.AdamW, lr=1e-2, head_lr=head_lr)
+    trainer.train()
+    assert caplog.text.count("Prompts and head are trained at one learning rate, 0.01") == said
+
+
+def test_prompts_alone_have_one_rate(tmp_path, caplog):
+    trained(tmp_path, model=tiny.prompted(tiny.make("vit"), modules_to_save=None), num_train_epochs=1)
+    assert "one learning rate" not in caplog.text
 
 
 def test_a_training_step_of_a_trainer_s_own_is_said(tmp_path, caplog):

@@ -83,6 +83,7 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
             self.relocator.try_out()
         _warn_of_nothing(self.config, state)
         _warn_of_inputs(trainer)
+        _warn_of_one_rate(kwargs["optimizer"], self.relocator.tuner.prompts(self.relocator.adapter_name))
         _warn_of_the_last_model(args, self.relocator.adapter_name)
         self._inside_epoch, self._evaluated_step = False, None
         name = type(self).__name__
@@ -249,6 +250,20 @@ def _warn_of_the_last_model(args: TrainingArguments, adapter_name: str) -> None:
             "weights of %r. Leave `adapter_name` out, or load the best checkpoint's folder %r yourself.",
             adapter_name,
             adapter_name,
+        )
+
+
+def _warn_of_one_rate(optimizer: torch.optim.Optimizer, prompts: torch.nn.Parameter) -> None:
+    # Schedules begin with other rates than the ones that were given.
+    rates = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups for _ in group["params"]]
+    of_prompts = [parameter is prompts for group in optimizer.param_groups for parameter in group["params"]]
+    (rate,) = (rate for rate, is_prompts in zip(rates, of_prompts, strict=True) if is_prompts)
+    if rates.count(rate) > 1:
+        logger.warning(
+            "Prompts and head are trained at one learning rate, %g, but want rates of their own: "
+            "optimizer = create_provpt_optimizer(model, torch.optim.AdamW, lr=…, head_lr=…), and "
+            "Trainer(…, optimizers=(optimizer, None)).",
+            rate,
         )
 
 
