@@ -19,6 +19,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from provpt_peft import ProVPTModel, RelocationTrainerCallback
 from provpt_peft.relocation import first_batches
+from provpt_peft.relocation.policies import Action, Policy
 
 
 SCENARIOS = {
@@ -47,6 +48,16 @@ MEASURED = dict(score_images=6, prompts_per_relocation=2)
 SCENARIOS["measured"] = dict(relocation=MEASURED)
 # As if each process augmented its images in its own way.
 SCENARIOS["own_images"] = dict(relocation=dict(score_images=6), own_images=True)
+
+
+class ChoosesByProcess(Policy):
+    """As if processors rounded so differently that each process chose a block of its own."""
+
+    def choose(self, state):
+        return Action(1 + PartialState().process_index)
+
+
+SCENARIOS["own_choices"] = dict(relocation=dict(allocator=ChoosesByProcess))
 if HAS_FSDP_2:
     FSDP = dict(eval_strategy="epoch", fsdp=True, fsdp_config={"transformer_layer_cls_to_wrap": ["ViTLayer"]})
     SCENARIOS["sharded"] = dict(arguments=FSDP)

@@ -20,6 +20,7 @@ from .checks import check_reserve, check_trained, tuner_of
 from .config import RelocationConfig
 from .idleness import Idleness
 from .measure import SCORES, ComputeLoss, Measurement
+from .parallel import broadcast_objects
 from .placement import place
 from .policies import Action, PolicyState, make_policy
 from .serialization import from_json, to_json
@@ -246,8 +247,11 @@ class Relocator:
             yield prompt, self.choose_for(prompt)
 
     def choose_for(self, prompt: int | None) -> Action:
-        """The policy's action for a prompt, as the distribution is now. None: it has to choose one as well."""
-        return self.policy.choose(PolicyState(self._scores, self.blocks(), self.tuner.num_blocks, prompt))
+        """The policy's action for a prompt, as the distribution is now, that of the first process. None: it has to
+        choose one as well."""
+        action = self.policy.choose(PolicyState(self._scores, self.blocks(), self.tuner.num_blocks, prompt))
+        # Networks on processors of another kind round otherwise.
+        return broadcast_objects([action])[0]
 
     def blocks(self) -> torch.Tensor:
         """d_k: the block of each prompt, int64 (N,) on the CPU."""
