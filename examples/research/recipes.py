@@ -137,6 +137,7 @@ def run(name: str, task_name: str, seed: int, args: Any) -> dict[str, Any]:
     return {
         "suite": "recipes", "recipe": name, **asdict(recipe), "task": task_name, "seed": seed,
         "epochs": args.epochs, "train_images": args.train_images, "image_size": args.image_size,
+        "validation_images": args.validation_images,
         "num_prompts": args.num_prompts if recipe.method == "vpt" else None,
         "num_trainable_params": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "train_loss": loss,
@@ -175,7 +176,7 @@ def main() -> None:
     for name, task, seed in [] if args.report else tqdm(wanted):
         key = {
             "recipe": name, "task": task, "seed": seed, "epochs": args.epochs, "image_size": args.image_size,
-            "train_images": args.train_images,
+            "train_images": args.train_images, "validation_images": args.validation_images,
             "num_prompts": args.num_prompts if RECIPES[name].method == "vpt" else None,
         }  # fmt: skip
         if not read_lines(args.output, key):

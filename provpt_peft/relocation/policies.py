@@ -103,16 +103,27 @@ class Uniform(Policy):
 
 class LastWorth:
     """What a prompt of each block earns, where there is none now what it earned when there last was one. So a block
-    that has disappointed and was emptied does not count as unknown again."""
+    that has disappointed and was emptied does not count as unknown again, until as many choices as there are blocks
+    have passed: what a block needs changes while the model learns."""
 
     def __init__(self, num_blocks: int) -> None:
         self.values = torch.full((num_blocks,), torch.inf, dtype=torch.float64)  # in loss units
+        self.ages = torch.zeros(num_blocks, dtype=torch.int64)  # choices since then
 
     def of(self, state: PolicyState) -> torch.Tensor:
-        """The worth of each block without k*, float64 (L,). Infinite for one that never had a prompt with a score."""
+        """The worth of each block without k*, float64 (L,). Infinite for one of which nothing is known."""
         now, with_prompt = state.worth(), state.worth(with_prompt=True)
-        self.values = torch.where(with_prompt.isnan(), self.values, with_prompt)
+        seen = with_prompt.isfinite()
+        self.values = torch.where(seen, with_prompt, self.values)
+        self.ages = torch.where(seen, 0, self.ages + 1)
+        self.values[self.ages > len(self.values)] = torch.inf
         return torch.where(now.isnan(), self.values, now)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"values": self.values, "ages": self.ages}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.values, self.ages = state["values"], state["ages"]
 
 
 class Greedy(Uniform):
@@ -129,10 +140,10 @@ class Greedy(Uniform):
         return Action(int(worth.argmax()) + 1)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"worth": self.last_worth.values}
+        return {"worth": self.last_worth.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.last_worth.values = state["worth"]
+        self.last_worth.load_state_dict(state["worth"])
 
 
 class Thompson(Policy):
@@ -202,11 +213,11 @@ class PPOAllocation(PPOPolicy):
         return Action(action + 1, memory=memory)
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"worth": self.last_worth.values}
+        return super().state_dict() | {"worth": self.last_worth.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self.last_worth.values = state["worth"]
+        self.last_worth.load_state_dict(state["worth"])
 
 
 MakePolicy = Callable[[int, torch.Generator], Policy]

@@ -136,8 +136,12 @@ def test_greedy_does_not_try_again_what_has_disappointed():
     # It earns less than nothing, so its prompt goes to the best one, not to one that was left because it was bad.
     there = PolicyState(torch.tensor([-1.0, 0.5]), torch.tensor([1, 3]), 3, prompt=1)
     assert policy.choose(there).block == 1
-    assert policy.choose(PolicyState(torch.tensor([-1.0, 0.5]), torch.tensor([1, 1]), 3, prompt=1)).block == 1
+    both_in_one = PolicyState(torch.tensor([-1.0, 0.5]), torch.tensor([1, 1]), 3, prompt=1)
+    assert policy.choose(both_in_one).block == 1
     assert policy.last_worth.values.tolist() == [0.25, -2.0, -0.5]
+    # As many choices later as there are blocks, nothing is known of block 2, which has been empty for one choice more.
+    assert policy.choose(both_in_one).block == 1
+    assert policy.choose(both_in_one).block == 2
 
 
 def test_ppo_does_not_take_what_has_disappointed_for_the_mean():
