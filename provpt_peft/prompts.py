@@ -86,13 +86,12 @@ def check_prompts(
     count, width = shape
     first, last = (1, 1) if shallow else (0, num_blocks)
     one_hot = blocks.dtype in _FLOATS
+    expected = (count, 1 + num_blocks) if one_hot else (count,)
     fits = prompts.dim() == 2 and len(prompts) == count and prompts.shape[1] == (width or prompts.shape[1]) > 0
     if not (fits and prompts.is_floating_point()):
         rule = f"The prompts must be floating point of shape ({count}, {width or 'width'})"
         got = f"{prompts.dtype} of shape {tuple(prompts.shape)}"
-    elif tuple(blocks.shape) != ((count, 1 + num_blocks) if one_hot else (count,)) or not (
-        one_hot or blocks.dtype == torch.int64
-    ):
+    elif tuple(blocks.shape) != expected or not (one_hot or blocks.dtype == torch.int64):
         rule = f"The prompts' blocks must be one-hot rows of shape ({count}, {1 + num_blocks}), or int64 of ({count},)"
         got = f"{blocks.dtype} of shape {tuple(blocks.shape)}"
     elif one_hot and not (blocks.isfinite().all() and (blocks.amax(dim=1) > 0).all()):

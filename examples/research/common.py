@@ -19,7 +19,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForImageClassification, PreTrainedModel, ViTConfig, ViTForImageClassification
 
-from provpt_peft import ProVPTConfig, RelocationConfig, Relocator
+from provpt_peft import ProVPTConfig, RelocationConfig, Relocator, create_provpt_optimizer
 
 from ..dinov2_small import prepare
 from .tasks import Split
@@ -122,9 +122,7 @@ def starting_prompts(
 
 def make_optimizer(model: PeftModel) -> torch.optim.Optimizer:
     """AdamW with the demo's learning rates, 3e-3 for prompts and 1e-3 for the head."""
-    head = [p for name, p in model.named_parameters() if p.requires_grad and "provpt_" not in name]
-    groups = [{"params": [model.base_model.prompts()], "lr": 3e-3}, {"params": head, "lr": 1e-3}]
-    return torch.optim.AdamW(groups, weight_decay=0.0)
+    return create_provpt_optimizer(model, torch.optim.AdamW, lr=3e-3, head_lr=1e-3)
 
 
 def train_epoch(

@@ -78,8 +78,8 @@ def _read(loader: Any, num_images: int) -> list[Any]:
 
 def _again(loader: Any) -> Iterable[Any]:
     """A loader like another, with copies of its sampler and its generator, on the same data set."""
-    plain = type(loader).__name__ in ("DataLoader", "StatefulDataLoader")  # torchdata's is one with a state of its own
-    if not isinstance(loader, DataLoader) or not (plain or type(loader).__iter__ is DataLoader.__iter__):
+    stateful = type(loader).__name__ == "StatefulDataLoader"  # torchdata's, with an iterator of its own
+    if not isinstance(loader, DataLoader) or not (stateful or type(loader).__iter__ is DataLoader.__iter__):
         return loader
     dataset: Any = loader.dataset
     sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler

@@ -235,7 +235,8 @@ def _check_loaded(relocator: Relocator, prompt_blocks: list[int]) -> None:
     """The Trainer loads a model around an adapter non-strictly: tensors under other names are left out in silence."""
     present = relocator.blocks().tolist()
     if present != prompt_blocks:
-        saved, now = (torch.bincount(torch.tensor(blocks)).tolist()[1:] for blocks in (prompt_blocks, present))
+        length = 1 + relocator.tuner.num_blocks
+        saved, now = (torch.bincount(torch.tensor(b), minlength=length).tolist()[1:] for b in (prompt_blocks, present))
         raise ValueError(
             f"A resumed run must begin with the checkpoint's prompts, but that has {saved} prompts in its blocks, and "
             f"the model {now}: the checkpoint's tensors were not loaded into it. Compare their names with the model's."
@@ -255,10 +256,9 @@ def _warn_of_the_last_model(args: TrainingArguments, adapter_name: str) -> None:
 
 def _warn_of_one_rate(optimizer: torch.optim.Optimizer, prompts: torch.nn.Parameter) -> None:
     # Schedules begin with other rates than the ones that were given.
-    rates = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups for _ in group["params"]]
-    of_prompts = [parameter is prompts for group in optimizer.param_groups for parameter in group["params"]]
-    (rate,) = (rate for rate, is_prompts in zip(rates, of_prompts, strict=True) if is_prompts)
-    if rates.count(rate) > 1:
+    rates = {p: group.get("initial_lr", group["lr"]) for group in optimizer.param_groups for p in group["params"]}
+    rate = rates.pop(prompts)
+    if rate in rates.values():
         logger.warning(
             "Prompts and head are trained at one learning rate, %g, but want rates of their own: "
             "optimizer = create_provpt_optimizer(model, torch.optim.AdamW, lr=…, head_lr=…), and "
