@@ -186,6 +186,8 @@ def main():
         outcome = train(scenario, folder / scenario, batch_size=4)
         (folder / f"{scenario}-{torch.distributed.get_rank()}.json").write_text(json.dumps(outcome))
     (folder / f"failure-{torch.distributed.get_rank()}.json").write_text(json.dumps(failure_of_reading()))
+    # A process that ends while another one still receives may take that down.
+    torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
