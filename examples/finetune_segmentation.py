@@ -123,7 +123,7 @@ class SegmentationArguments(TrainingArguments):
         metadata={"help": "What to train; several are trained one after the other and compared.", "choices": METHODS},
     )
     num_prompts: int = field(default=5, metadata={"help": "Prompts in each block at the start."})
-    prompt_dropout: float = field(default=0.1, metadata={"help": "Dropout on the prompts."})
+    prompt_dropout: float = field(default=0.0, metadata={"help": "Dropout on the prompts."})
     learning_rate: float = field(default=3e-3, metadata={"help": "Learning rate of the prompts."})
     head_learning_rate: float = field(default=1e-3, metadata={"help": "Learning rate of the head."})
     weight_decay: float = field(default=0.0, metadata={"help": "Weight decay of the head, biases included."})

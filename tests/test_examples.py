@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from peft import PeftModel
+from peft import PeftModel, get_peft_model
 from PIL import Image
 from transformers import AutoModelForImageClassification, ViTImageProcessor
 
@@ -53,15 +53,16 @@ def test_finetuning_compares_the_methods(run_script, tmp_path, checkpoint):
     ViTImageProcessor(size={"height": 48, "width": 48}).save_pretrained(checkpoint)
     output = run_script(
         "finetune_image_classification.py", "--model_name_or_path", checkpoint, "--dataset_name", "digits",
-        "--image_size", 32, "--methods", "linear", "vpt-deep", "pro-vpt", "--num_prompts", 2, "--num_train_epochs", 3,
-        "--max_train_samples", 16, "--max_test_samples", 16, "--output_dir", tmp_path / "out", "--use_cpu", "true",
+        "--image_size", 32, "--methods", "linear", "lora", "vpt-deep", "pro-vpt", "--num_prompts", 2,
+        "--num_train_epochs", 3, "--max_train_samples", 16, "--max_test_samples", 16, "--use_cpu", "true",
+        "--output_dir", tmp_path / "out",
     )  # fmt: skip
     rows = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert [row["method"] for row in rows] == ["linear", "vpt-deep", "pro-vpt"]
-    # Head: 32 * 10 + 10 = 330; prompts: 4 blocks * 2 * 32 = 256.
-    assert [row["trainable_parameters"] for row in rows] == [330, 586, 586]
+    assert [row["method"] for row in rows] == ["linear", "lora", "vpt-deep", "pro-vpt"]
+    # Head: 32 * 10 + 10 = 330; LoRA: 4 blocks * 2 modules * 2 * 32 = 512; prompts: 4 blocks * 2 * 32 = 256.
+    assert [row["trainable_parameters"] for row in rows] == [330, 842, 586, 586]
     assert all(0 <= row["test_accuracy"] <= 1 for row in rows)
-    assert output.count("loaded into a fresh model, gives the same predictions") == 2
+    assert output.count("loaded into a fresh model, gives the same predictions") == 3
     for name in ("distribution.png", "distribution_over_time.png"):
         with Image.open(tmp_path / "out" / "pro-vpt" / name) as picture:
             assert picture.width >= 500
@@ -138,16 +139,27 @@ def test_optimizers_have_a_group_for_prompts_and_one_for_the_head(monkeypatch, s
     assert [parameter.shape for parameter in prompts["params"]] == [model.base_model.prompts().shape]
     assert (prompts["lr"], prompts["weight_decay"], head["lr"], head["weight_decay"]) == (2, 0, 3, 4)
     assert len(head["params"]) == 2
-    # Without prompts.
+    # Without prompts. Where only a head can be trained, `--learning_rate` is its own.
     model.base_model.prompts().requires_grad_(False)
-    assert [group["lr"] for group in module.make_optimizer(model, args).param_groups] == [args.head_learning_rate]
+    of_head = 2 if script == "finetune_image_classification" else 3
+    assert [group["lr"] for group in module.make_optimizer(model, args).param_groups] == [of_head]
+
+
+def test_lora_has_the_same_groups_as_prompts(monkeypatch):
+    options = ["--learning_rate=2", "--head_learning_rate=3", "--weight_decay=4", "--methods", "lora"]
+    module, args = parsed(monkeypatch, "finetune_image_classification", *options)
+    model = get_peft_model(tiny.make("vit"), module.make_config("lora", args))
+    inside, head = module.make_optimizer(model, args).param_groups
+    assert {parameter.shape[0] for parameter in inside["params"][::2]} == {1}  # rank
+    assert (inside["lr"], inside["weight_decay"], head["lr"], head["weight_decay"]) == (2, 0, 3, 4)
+    assert len(head["params"]) == 2
 
 
 REFUSED = [
     (["--resume_from_checkpoint", "missing"], "must be a folder that the Trainer saved, got missing"),
     (["--methods", "vpt-deep", "pro-vpt", "--resume_from_checkpoint", "missing"], "A checkpoint is of one method"),
     (["--preset", "adding"], "invalid choice"),
-    (["--methods", "vpt-deep", "--preset", "paper"], "`--methods` must have `pro-vpt`"),
+    (["--methods", "vpt-deep", "--preset", "paper"], "`--methods` must have"),
     (["--num_prompts", "0"], "`num_prompts` must be at least 1"),
     (["--push_to_hub"], "call `provpt_peft.push_to_hub` after training"),
     (["--remove_unused_columns", "true"], "`--remove_unused_columns` has to keep its default"),
@@ -171,11 +183,14 @@ def test_options_that_would_be_ignored_are_refused(monkeypatch, capsys, script, 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_options_of_prompts_are_refused_where_there_are_none(monkeypatch, capsys, script):
-    parsed(monkeypatch, script, "--methods", SCRIPTS[script][0], "--head_learning_rate", "1")
-    for option in ("--num_prompts=1", "--prompt_dropout=0.5", "--learning_rate=1"):
+    classifies = script == "finetune_image_classification"
+    rates = ("--head_learning_rate=1", "--learning_rate=1")
+    refused, heeded = rates if classifies else rates[::-1]
+    parsed(monkeypatch, script, "--methods", SCRIPTS[script][0], heeded)
+    for option in ("--num_prompts=1", "--prompt_dropout=0.5", refused):
         with pytest.raises(SystemExit):
             parsed(monkeypatch, script, "--methods", SCRIPTS[script][0], option)
-        assert f"`{option.split('=')[0]}` is of prompts" in capsys.readouterr().err
+        assert f"`{option.split('=')[0]}` is of " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("script", ["finetune_segmentation", "finetune_detection"])
@@ -216,8 +231,8 @@ def test_help_explains_itself(monkeypatch, capsys):
             parsed(monkeypatch, script, "--help")
         text = " ".join(capsys.readouterr().out.split())
         for explanation in (
-            "Prompts in each block at the start", "Learning rate of the prompts. (default: ",
-            "HEAD_LEARNING_RATE Learning rate of ", "(default: ['pro-vpt'])", f"{{{method},vpt-deep,pro-vpt}}",
+            "Prompts in each block at the start", "LEARNING_RATE Learning rate of the prompts",
+            "HEAD_LEARNING_RATE Learning rate of ", "(default: ['pro-vpt'])", "vpt-deep,pro-vpt}", f"{{{method},",
         ):  # fmt: skip
             assert explanation in text, explanation
 
@@ -385,7 +400,7 @@ def offline_arguments(tmp_path, checkpoint):
     return (
         "offline", "--model_name_or_path", checkpoint, "--tasks", "digits", "--epochs", 2,
         "--train_images", 32, "--image_size", 32, "--output", tmp_path / "results.jsonl", "--pictures", tmp_path,
-        "--device", "cpu", "--threads", 1,
+        "--device", "cpu", "--threads", 1, "--recipe", "first",
     )  # fmt: skip
 
 
@@ -432,7 +447,7 @@ def test_offline_suite_with_all_methods(run_script, tmp_path, checkpoint):
     assert all(f"\n| {method} | {line['test_accuracy']:.2f} (1) |" in output for method, line in lines.items())
     # A head of 32 * 10 + 10; 8 prompts of 32; LoRA's 2 * 2 matrices of 32 * 8 in each of 4 blocks.
     trained = {method: line["num_trainable_params"] for method, line in lines.items()}
-    assert (trained["linear"], trained["vpt-deep"], trained["lora"]) == (330, 330 + 256, 330 + 4096)
+    assert (trained["linear"], trained["vpt-deep"], trained["lora-8"]) == (330, 330 + 256, 330 + 4096)
     assert trained["pro-vpt-default"] == trained["pro-vpt-paper"] == trained["pro-vpt-adding"] == trained["vpt-deep"]
     # (B) began with 16 prompts and pruned half of them, (A) with 8. Adding began with 7.
     assert trained["pro-vpt-B"] == 330 + 512
@@ -441,7 +456,8 @@ def test_offline_suite_with_all_methods(run_script, tmp_path, checkpoint):
 
 
 VTAB_METHODS = (
-    "full", "linear", "lora", "vpt-shallow", "vpt-deep", "vpt-deep-constant", "pro-vpt-paper", "pro-vpt-default",
+    "full", "linear", "lora-1", "lora-2", "lora-8", "vpt-shallow", "vpt-deep", "vpt-deep-constant", "pro-vpt-paper",
+    "pro-vpt-default",
     "pro-vpt-A", "pro-vpt-B", "pro-vpt-C", "pro-vpt-D", "pro-vpt-E", "pro-vpt-F", "pro-vpt-G", "pro-vpt-adding",
     "vpt-deep-1-4",
 )  # fmt: skip

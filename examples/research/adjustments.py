@@ -30,7 +30,16 @@ from provpt_peft import ProVPTConfig, RelocationConfig, Relocator
 from provpt_peft.relocation.placement import place
 
 from . import tasks
-from .common import append_lines, make_base, make_optimizer, read_lines, results_parser, score_batch, train_epoch
+from .common import (
+    PAPER_DROPOUT,
+    append_lines,
+    make_base,
+    make_optimizer,
+    read_lines,
+    results_parser,
+    score_batch,
+    train_epoch,
+)
 from .pictures import BLUE, GREEN, VERMILLION, plt, save
 
 
@@ -53,7 +62,10 @@ class Bench:
         self.task = tasks.load(task_name, args.image_size, args.train_images, args.validation_images, args.seed)
         base = make_base(self.task.num_labels, args.seed, args.model_name_or_path, layer_norm_eps=eps)
         # The reserve is what is added.
-        config = ProVPTConfig(num_prompts=args.num_prompts, reserve=args.repeats, modules_to_save=["classifier"])
+        config = ProVPTConfig(
+            num_prompts=args.num_prompts, reserve=args.repeats, prompt_dropout=PAPER_DROPOUT,
+            modules_to_save=["classifier"],
+        )  # fmt: skip
         self.model = get_peft_model(base, config)
         self.tuner = self.model.base_model
         self.optimizer = make_optimizer(self.model)

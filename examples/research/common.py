@@ -17,7 +17,13 @@ import safetensors.torch
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoModelForImageClassification, PreTrainedModel, ViTConfig, ViTForImageClassification
+from transformers import (
+    AutoModelForImageClassification,
+    PreTrainedModel,
+    ViTConfig,
+    ViTForImageClassification,
+    get_cosine_schedule_with_warmup,
+)
 
 from provpt_peft import ProVPTConfig, RelocationConfig, Relocator, create_provpt_optimizer
 
@@ -26,6 +32,8 @@ from .tasks import Split
 
 
 RESULTS = Path(__file__).parent / "results"
+# The paper's drop rate on prompts.
+PAPER_DROPOUT = 0.1
 
 
 def make_base(
@@ -40,10 +48,12 @@ def make_base(
 
 
 def make_model(num_prompts: int = 5, eps: float | None = None, seed: int = 0, num_labels: int = 10) -> PeftModel:
-    """DINOv2-S with prompts and a new head. `eps` replaces the epsilon of its norms (1e-6)."""
+    """DINOv2-S with prompts, which have the paper's dropout, and a new head. `eps` replaces the epsilon of its norms
+    (1e-6)."""
     settings = {} if eps is None else {"layer_norm_eps": eps}
     base = make_base(num_labels, seed, **settings)
-    return get_peft_model(base, ProVPTConfig(num_prompts=num_prompts, modules_to_save=["classifier"]))
+    config = ProVPTConfig(num_prompts=num_prompts, prompt_dropout=PAPER_DROPOUT, modules_to_save=["classifier"])
+    return get_peft_model(base, config)
 
 
 def make_vit(width: int, blocks: int, heads: int, **settings: int) -> ViTForImageClassification:
@@ -52,9 +62,9 @@ def make_vit(width: int, blocks: int, heads: int, **settings: int) -> ViTForImag
     return ViTForImageClassification(ViTConfig(**(shape | settings)))
 
 
-def with_lora(base: PreTrainedModel) -> PeftModel:
-    """LoRA of rank 8 in the queries and values, and a trainable head."""
-    config = LoraConfig(r=8, target_modules=["q_proj", "v_proj"], modules_to_save=["classifier"])
+def with_lora(base: PreTrainedModel, rank: int) -> PeftModel:
+    """LoRA in the queries and values, at a scale of 1, and a trainable head."""
+    config = LoraConfig(r=rank, lora_alpha=rank, target_modules=["q_proj", "v_proj"], modules_to_save=["classifier"])
     return get_peft_model(base, config)
 
 
@@ -178,11 +188,12 @@ def fit(
     relocator: Relocator | None = None,
     batch_size: int = 32,
     cosine: bool = False,
+    warmup: float = 0.0,
 ) -> float:
-    """Train, with relocations between the epochs if there is a relocator, at constant rates or with cosine decay.
-    Returns the last epoch's mean loss."""
+    """Train, with relocations between the epochs if there is a relocator, at constant rates or with cosine decay after
+    a warm-up over a share of the steps. Returns the last epoch's mean loss."""
     steps = epochs * -(-len(train) // batch_size)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps) if cosine else None
+    scheduler = get_cosine_schedule_with_warmup(optimizer, round(warmup * steps), steps) if cosine else None
     for epoch in range(epochs):
         if relocator is not None:
             relocator.relocate(progress=epoch / epochs)

@@ -180,7 +180,7 @@ def make_contender(name: str, shape: str, num_prompts: int, args: argparse.Names
     elif plain == PREPENDED:
         model = with_prepended_tokens(shape, num_prompts, args)
     elif plain == LORA:
-        model = with_lora(make_base(shape, args.image_size)).to(device)
+        model = with_lora(make_base(shape, args.image_size), rank=8).to(device)
     elif plain == FULL:
         model = make_base(shape, args.image_size).to(device)
     elif plain == SECOND_HALF:

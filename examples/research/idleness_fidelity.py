@@ -35,6 +35,7 @@ from provpt_peft.relocation.measure import Measurement
 
 from . import tasks
 from .common import (
+    PAPER_DROPOUT,
     append_lines,
     as_batch,
     exact_idleness,
@@ -79,7 +80,7 @@ def make_swin(num_labels: int, seed: int) -> PeftModel:
         window_size=7,
         num_labels=num_labels,
     )
-    prompts = ProVPTConfig(num_prompts=5, modules_to_save=["classifier"])
+    prompts = ProVPTConfig(num_prompts=5, prompt_dropout=PAPER_DROPOUT, modules_to_save=["classifier"])
     return get_peft_model(SwinForImageClassification(config), prompts)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from provpt_peft import ProVPTConfig, RelocationConfig, Relocator
 from provpt_peft.backbone.families import find_blocks
 
 from .common import (
+    PAPER_DROPOUT,
     file_bytes,
     make_base,
     make_relocator,
@@ -36,7 +37,7 @@ from .tasks import Split
 # The letters are the strategies of the paper's Tab. 3, adding is that of its appendix. VPT-Deep with all of its
 # prompts in some of the blocks shows what a distribution is worth.
 METHODS = (
-    "linear", "lora", "vpt-deep", "pro-vpt-paper", "pro-vpt-default", "full", "vpt-shallow",
+    "linear", "lora-1", "lora-2", "lora-8", "vpt-deep", "pro-vpt-paper", "pro-vpt-default", "full", "vpt-shallow",
     "pro-vpt-A", "pro-vpt-B", "pro-vpt-C", "pro-vpt-D", "pro-vpt-E", "pro-vpt-F", "pro-vpt-G", "pro-vpt-adding",
     "vpt-deep-1-4", "vpt-deep-5-8", "vpt-deep-9-12",
 )  # fmt: skip
@@ -48,12 +49,53 @@ PRUNE_SHARES = tuple(percent / 100 for percent in range(10, 100, 10))
 Setting = tuple[float | None, ...]
 
 
-def grid_of(method: str, names: Sequence[str], args: argparse.Namespace) -> list[Setting]:
-    """All settings of a method's search: of each name, the values of the option that is its plural. Only (A) and (B)
-    have a `prune_share`."""
+@dataclass(frozen=True)
+class Recipe:
+    """How a method is trained: AdamW without weight decay, and cosine decay.
+
+    Args:
+        learning_rates: Of the prompts, or of LoRA's matrices: those that the first seed's validation chooses from.
+        head_learning_rate: Of the head. None: the same.
+        warmup: Share of the steps in which the rates rise to their values.
+        prompt_dropout: On the prompts.
+        batch_size: Images of a step.
+    """
+
+    learning_rates: tuple[float, ...]
+    head_learning_rate: float | None = 1e-3
+    warmup: float = 0.3
+    prompt_dropout: float = 0.0
+    batch_size: int = 32
+
+
+# One rate for all that is trained, as version 0.1 had it.
+FIRST = Recipe((1e-3, 3e-3), head_learning_rate=None, warmup=0.0, prompt_dropout=PAPER_DROPOUT)
+# Each method's own, from recipes.py.
+PROMPTS = Recipe((5e-3,))
+LORA = Recipe((3e-3,))
+HEAD = Recipe((3e-3, 1e-2), head_learning_rate=None)
+
+
+def recipe_of(method: str, name: str) -> Recipe:
+    """A method's recipe by name, `"first"` or `"own"`.
+
+    Raises:
+        ValueError: If a method has no recipe of its own.
+    """
+    if name == "first":
+        return FIRST
+    for beginning, recipe in {"vpt": PROMPTS, "pro-vpt": PROMPTS, "lora": LORA, "linear": HEAD}.items():
+        if method.startswith(beginning):
+            return recipe
+    raise ValueError(f"There is no recipe of its own for {method!r}. Give it `--recipe first`.")
+
+
+def grid_of(method: str, values: Mapping[str, Sequence[float]]) -> list[Setting]:
+    """All settings of a method's search, of the values by name. Only (A) and (B) have a `prune_share`."""
     prunes = method in ("pro-vpt-A", "pro-vpt-B")
-    values = [getattr(args, f"{name}s") if prunes or name != "prune_share" else [None] for name in names]
-    return sorted(itertools.product(*values))
+    return sorted(
+        itertools.product(*(of if prunes or name != "prune_share" else [None] for name, of in values.items()))
+    )
 
 
 def setting_of(line: dict[str, Any], names: Sequence[str]) -> Setting:
@@ -74,26 +116,26 @@ def make_model(
     num_prompts: int,
     epochs: int,
     prune_share: float | None,
+    dropout: float,
     seed: int,
     checkpoint: str | None = None,
 ) -> torch.nn.Module:
     """The backbone with a new head, and what the method trains in it. See `starting_prompts` for the prompts that it
-    begins with."""
+    begins with; `dropout` is theirs."""
     base = make_base(num_labels, seed, checkpoint)
     if method == "full":
         return base
     if method == "linear":
         base.base_model.requires_grad_(False)
         return base
-    if method == "lora":
-        return with_lora(base)
+    if method.startswith("lora-"):
+        return with_lora(base, rank=int(method.removeprefix("lora-")))
+    settings: dict[str, Any] = {"prompt_dropout": dropout, "modules_to_save": ["classifier"]}
     if method == "vpt-shallow":
-        return get_peft_model(
-            base, ProVPTConfig(num_prompts=num_prompts, shallow=True, modules_to_save=["classifier"])
-        )
+        return get_peft_model(base, ProVPTConfig(num_prompts=num_prompts, shallow=True, **settings))
     strategy = method.removeprefix("pro-vpt-")
     counts, reserve = starting_prompts(strategy, num_prompts, len(find_blocks(base)), epochs, prune_share)
-    return get_peft_model(base, ProVPTConfig(num_prompts=counts, reserve=reserve, modules_to_save=["classifier"]))
+    return get_peft_model(base, ProVPTConfig(num_prompts=counts, reserve=reserve, **settings))
 
 
 def relocation_config(method: str, prune_share: float | None) -> RelocationConfig | None:
@@ -130,6 +172,15 @@ def make_method_relocator(
     """The relocator of a method that has one."""
     config = relocation_config(method, prune_share)
     return None if config is None else make_relocator(config, model, optimizer, train, seed)
+
+
+def make_optimizer(model: torch.nn.Module, learning_rate: float, head_learning_rate: float) -> torch.optim.Optimizer:
+    """AdamW with a rate for what is trained in the backbone, and one for the head."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    head = [p for name, p in trained.items() if "classifier" in name]
+    inside = [p for name, p in trained.items() if "classifier" not in name]
+    groups = [{"params": inside, "lr": learning_rate}, {"params": head, "lr": head_learning_rate}]
+    return torch.optim.AdamW([group for group in groups if group["params"]], weight_decay=0.0)
 
 
 def describe(

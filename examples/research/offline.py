@@ -7,11 +7,11 @@
 
 The tasks are those of `tasks.py`, the backbone is the demo's DINOv2-S. Each run is one line of the
 results file, so a sweep that was stopped goes on where it was; several processes may share a file if each takes tasks
-of its own. All methods have the same recipe: AdamW, cosine decay, and a learning rate from the same grid. The first
-seed runs the whole grid, its validation accuracy chooses a rate for each method and task (and the share that (A) and
-(B) prune), and the other seeds run that one. Every line has its run's test accuracy, but nothing is chosen by it, and
-the tables show the chosen runs only: one for `--num_prompts`, and one of the accuracy over all numbers of prompts a
-block whose grid is complete, which is drawn as well.
+of its own. Each method has its own recipe, see `recipe_of`; `--recipe first` is that of version 0.1, one for all.
+Where a recipe has several learning rates, the first seed runs them all, its validation accuracy chooses one for each
+method and task (and the share that (A) and (B) prune), and the other seeds run that one. Every line has its run's test
+accuracy, but nothing is chosen by it, and the tables show the chosen runs only: one for `--num_prompts`, and one of
+the accuracy over all numbers of prompts a block whose grid is complete, which is drawn as well.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,10 @@ from .methods import (
     grid_of,
     make_method_relocator,
     make_model,
+    make_optimizer,
     print_tables,
     read_runs,
+    recipe_of,
     setting_of,
 )
 from .pictures import BLUE, VERMILLION, plt, save
@@ -48,8 +51,6 @@ GROUPS = {
     "specialized": ("textile",),
     "structured": ("location", "orientation", "count", "distance"),
 }
-LEARNING_RATES = (1e-3, 3e-3)
-BATCH_SIZE = 32
 # What the first seed chooses.
 CHOSEN = ("learning_rate", "prune_share")
 # Methods that are drawn over the number of prompts.
@@ -60,12 +61,13 @@ def protocol(args: argparse.Namespace) -> dict[str, Any]:
     """What all runs of a table have in common."""
     names = ("epochs", "train_images", "validation_images", "image_size", "num_prompts")
     backbone = {"model": str(args.model_name_or_path or "DINOv2-S"), "device": args.device}
-    return backbone | {name: getattr(args, name) for name in names}
+    return {"recipe": args.recipe} | backbone | {name: getattr(args, name) for name in names}
 
 
 def run(method: str, task_name: str, seed: int, setting: Setting, args: argparse.Namespace) -> dict[str, Any]:
     """Train and test once. Returns the line of the results; accuracies in percent."""
     learning_rate, prune_share = setting
+    recipe = recipe_of(method, args.recipe)
     task = tasks.load(task_name, args.image_size, args.train_images, args.validation_images, seed)
     data_hash = tasks.data_hash(task)
     # Other versions of a package may draw or split otherwise.
@@ -76,15 +78,14 @@ def run(method: str, task_name: str, seed: int, setting: Setting, args: argparse
             f"{args.output} has runs on other images of {task_name}, seed {seed}, than those that are made here, "
             f"{data_hash}. Name another file with --output."
         )
-    model = make_model(
-        method, task.num_labels, args.num_prompts, args.epochs, prune_share, seed, args.model_name_or_path
-    ).to(args.device)
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=learning_rate, weight_decay=0.0)
+    start = (args.num_prompts, args.epochs, prune_share, recipe.prompt_dropout)
+    model = make_model(method, task.num_labels, *start, seed, args.model_name_or_path).to(args.device)
+    optimizer = make_optimizer(model, learning_rate, recipe.head_learning_rate or learning_rate)
     relocator = make_method_relocator(method, model, optimizer, task.train, prune_share, seed)
-    start = time.perf_counter()
-    loss = fit(model, optimizer, task.train, args.epochs, seed, relocator, BATCH_SIZE, cosine=True)
-    seconds = time.perf_counter() - start
+    begin = time.perf_counter()
+    schedule = dict(batch_size=recipe.batch_size, cosine=True, warmup=recipe.warmup)
+    loss = fit(model, optimizer, task.train, args.epochs, seed, relocator, **schedule)
+    seconds = time.perf_counter() - begin
     return {
         "suite": "offline",
         "method": method,
@@ -92,6 +93,7 @@ def run(method: str, task_name: str, seed: int, setting: Setting, args: argparse
         "seed": seed,
         "learning_rate": learning_rate,
         "prune_share": prune_share,
+        **{name: value for name, value in asdict(recipe).items() if name != "learning_rates"},
         **protocol(args),
         "train_loss": loss,
         "validation_accuracy": 100 * tasks.evaluate(model, task.validation)[1],
@@ -99,7 +101,7 @@ def run(method: str, task_name: str, seed: int, setting: Setting, args: argparse
         "train_time": seconds,
         "images_per_second": args.epochs * len(task.train) / seconds,
         "data_hash": data_hash,
-        **describe(method, model, optimizer, task.train[:BATCH_SIZE], relocator),
+        **describe(method, model, optimizer, task.train[: recipe.batch_size], relocator),
     }
 
 
@@ -108,11 +110,17 @@ def finished(args: argparse.Namespace) -> list[dict[str, Any]]:
     return read_runs(args.output, protocol(args))
 
 
+def grid(method: str, args: argparse.Namespace) -> list[Setting]:
+    """The settings of a method's search."""
+    rates = args.learning_rates or recipe_of(method, args.recipe).learning_rates
+    return grid_of(method, dict(zip(CHOSEN, (rates, args.prune_shares), strict=True)))
+
+
 def best_setting(method: str, task: str, lines: list[dict[str, Any]], args: argparse.Namespace) -> Setting | None:
     """The setting that the first seed's validation accuracies choose."""
     first = {"method": method, "task": task, "seed": args.seeds[0]}
     tried = [line for line in lines if first.items() <= line.items()]
-    return best_of_grid(grid_of(method, CHOSEN, args), CHOSEN, tried)
+    return best_of_grid(grid(method, args), CHOSEN, tried)
 
 
 def missing(seed: int, args: argparse.Namespace) -> list[tuple[str, str, int, Setting]]:
@@ -123,7 +131,7 @@ def missing(seed: int, args: argparse.Namespace) -> list[tuple[str, str, int, Se
     for task in args.tasks:
         for method in args.methods:
             best = best_setting(method, task, lines, args)
-            settings = grid_of(method, CHOSEN, args) if seed == args.seeds[0] else [] if best is None else [best]
+            settings = grid(method, args) if seed == args.seeds[0] else [] if best is None else [best]
             wanted += [(method, task, seed, setting) for setting in settings]
     return [key for key in wanted if key not in done]
 
@@ -190,7 +198,8 @@ def main() -> None:
     parser.add_argument(
         "--seeds", nargs="+", type=int, default=[0, 1, 2], help="the first one searches (default: 0 1 2)"
     )
-    parser.add_argument("--learning_rates", nargs="+", type=float, default=LEARNING_RATES, help="default: 1e-3 3e-3")
+    parser.add_argument("--recipe", choices=("own", "first"), default="own", help="default: own")
+    parser.add_argument("--learning_rates", nargs="+", type=float, help="default: the recipe's")
     parser.add_argument("--prune_shares", nargs="+", type=float, default=PRUNE_SHARES, help="default: 0.1 to 0.9")
     parser.add_argument("--pictures", type=Path, default=Path("docs/images"), help="folder of the picture")
     args = parser.parse_args()

@@ -1,144 +1,60 @@
-"""How to train prompts, and LoRA beside them: learning rates of prompts and head, warm-up, dropout, initial scale.
+"""How to train prompts, and LoRA beside them: learning rates of prompts and head, warm-up, dropout, batch size.
 
     python -m examples.research.recipes --tasks location count     # runs what is missing
     python -m examples.research.recipes --report                   # prints the tables of what is there
 
 The tasks, images and steps are those of `offline.py`. Each run is one line of the results file, with its validation
-and its test accuracy; recipes are to be chosen by validation.
+and its test accuracy; recipes are to be chosen by validation, on seeds from 10 on with 1,000 validation images, which
+the suite's runs are not of. The results also have recipes that cannot be run here.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import date
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
 from tqdm.auto import tqdm
 
-from provpt_peft import ProVPTConfig
-
 from . import tasks
-from .common import append_lines, make_base, mean_and_error, read_lines, results_parser, train_epoch
+from .common import append_lines, fit, mean_and_error, read_lines, results_parser
+from .methods import FIRST, Recipe, make_model, make_optimizer
 
 
-BATCH_SIZE = 32
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How a method is trained.
-
-    Args:
-        method: `"vpt"`, `"lora-1"`, `"lora-8"` or `"linear"`.
-        learning_rate: Of the prompts, or of LoRA's matrices.
-        head_learning_rate: Of the head.
-        warmup: Share of the steps in which the rates rise to their values, before they fall as a cosine.
-        dropout: On the prompts.
-        scale: Standard deviation of the prompts' start; 0.0 for VPT's uniform one.
-        optimizer: `"adamw"`, or `"muon"` for what is not the head.
-    """
-
-    method: str
-    learning_rate: float
-    head_learning_rate: float
-    warmup: float = 0.1
-    dropout: float = 0.0
-    scale: float = 0.0
-    optimizer: str = "adamw"
-
-
+# Method and recipe, with one learning rate each.
 RECIPES = {
-    "suite": Recipe("vpt", 3e-3, 3e-3, warmup=0.0, dropout=0.1),
-    "prompts 1e-2, head 1e-3": Recipe("vpt", 1e-2, 1e-3),
-    "prompts 5e-3, head 1e-3": Recipe("vpt", 5e-3, 1e-3),
-    "prompts 3e-3, head 1e-3": Recipe("vpt", 3e-3, 1e-3),
-    "prompts 5e-3, head 3e-3": Recipe("vpt", 5e-3, 3e-3),
-    "prompts 1e-2, head 3e-3": Recipe("vpt", 1e-2, 3e-3),
-    "prompts 5e-3, head 1e-3, dropout 0.1": Recipe("vpt", 5e-3, 1e-3, dropout=0.1),
-    "prompts 5e-3, head 1e-3, no warm-up": Recipe("vpt", 5e-3, 1e-3, warmup=0.0),
-    "prompts 1e-2, head 1e-3, warm-up 0.3": Recipe("vpt", 1e-2, 1e-3, warmup=0.3),
-    "prompts 1e-2, head 3e-3, warm-up 0.3": Recipe("vpt", 1e-2, 3e-3, warmup=0.3),
-    "prompts 2e-2, head 1e-3, warm-up 0.3": Recipe("vpt", 2e-2, 1e-3, warmup=0.3),
-    "prompts 2e-2, head 1e-3, warm-up 0.5": Recipe("vpt", 2e-2, 1e-3, warmup=0.5),
-    "unit scale, prompts 1e-1, head 1e-3": Recipe("vpt", 1e-1, 1e-3, scale=1.0),
-    "Muon, prompts 1e-1, head 1e-3": Recipe("vpt", 1e-1, 1e-3, optimizer="muon"),
-    "Muon, prompts 5e-2, head 1e-3": Recipe("vpt", 5e-2, 1e-3, optimizer="muon"),
-    "LoRA 1, 1e-3, head 1e-3": Recipe("lora-1", 1e-3, 1e-3),
-    "LoRA 1, 3e-3, head 1e-3": Recipe("lora-1", 3e-3, 1e-3),
-    "LoRA 1, 3e-3, head 1e-3, warm-up 0.3": Recipe("lora-1", 3e-3, 1e-3, warmup=0.3),
-    "LoRA 1, 1e-2, head 1e-3": Recipe("lora-1", 1e-2, 1e-3),
-    "LoRA 8, 1e-3, head 1e-3": Recipe("lora-8", 1e-3, 1e-3),
-    "LoRA 8, 3e-3, head 1e-3": Recipe("lora-8", 3e-3, 1e-3),
+    "suite": ("vpt-deep", Recipe((3e-3,), 3e-3, FIRST.warmup, FIRST.prompt_dropout)),
+    "prompts 5e-3, head 1e-3": ("vpt-deep", Recipe((5e-3,), warmup=0.1)),
+    "prompts 1e-2, head 1e-3": ("vpt-deep", Recipe((1e-2,), warmup=0.1)),
+    "prompts 5e-3, head 1e-3, warm-up 0.3": ("vpt-deep", Recipe((5e-3,), warmup=0.3)),
+    "prompts 5e-3, head 1e-3, warm-up 0.3, batch 16": ("vpt-deep", Recipe((5e-3,), warmup=0.3, batch_size=16)),
+    "prompts 1e-2, head 1e-3, warm-up 0.3": ("vpt-deep", Recipe((1e-2,), warmup=0.3)),
+    "prompts 1e-2, head 3e-3, warm-up 0.3": ("vpt-deep", Recipe((1e-2,), 3e-3, warmup=0.3)),
+    "prompts 2e-2, head 1e-3, warm-up 0.3": ("vpt-deep", Recipe((2e-2,), warmup=0.3)),
+    "LoRA 1, 3e-3, head 1e-3": ("lora-1", Recipe((3e-3,), warmup=0.1)),
+    "LoRA 1, 3e-3, head 1e-3, warm-up 0.3": ("lora-1", Recipe((3e-3,), warmup=0.3)),
+    "LoRA 1, 3e-3, head 1e-3, warm-up 0.3, batch 16": ("lora-1", Recipe((3e-3,), warmup=0.3, batch_size=16)),
+    "LoRA 1, 1e-2, head 1e-3, warm-up 0.3": ("lora-1", Recipe((1e-2,), warmup=0.3)),
+    "LoRA 8, 3e-3, head 1e-3, warm-up 0.3": ("lora-8", Recipe((3e-3,), warmup=0.3)),
 }
-
-
-def make_model(recipe: Recipe, num_labels: int, num_prompts: int, seed: int) -> torch.nn.Module:
-    """The demo's backbone with what the recipe trains in it."""
-    base = make_base(num_labels, seed)
-    if recipe.method.startswith("lora"):
-        rank = int(recipe.method.removeprefix("lora-"))
-        config = LoraConfig(
-            r=rank, lora_alpha=rank, target_modules=["q_proj", "v_proj"], modules_to_save=["classifier"]
-        )
-        return get_peft_model(base, config)
-    model = get_peft_model(
-        base, ProVPTConfig(num_prompts=num_prompts, prompt_dropout=recipe.dropout, modules_to_save=["classifier"])
-    )
-    if recipe.scale:
-        with torch.no_grad():
-            model.base_model.prompts().normal_(std=recipe.scale)
-    return model
-
-
-class Each:
-    """Several optimizers, or schedules, as one."""
-
-    def __init__(self, parts: list[Any]) -> None:
-        self.parts = parts
-
-    def step(self) -> None:
-        for part in self.parts:
-            part.step()
-
-    def zero_grad(self) -> None:
-        for part in self.parts:
-            part.zero_grad()
 
 
 def run(name: str, task_name: str, seed: int, args: Any) -> dict[str, Any]:
     """Train and test once. Returns the line of the results; accuracies in percent."""
-    recipe = RECIPES[name]
+    method, recipe = RECIPES[name]
+    (rate,) = recipe.learning_rates
     task = tasks.load(task_name, args.image_size, args.train_images, args.validation_images, seed)
-    model = make_model(recipe, task.num_labels, args.num_prompts, seed)
-    head = [p for n, p in model.named_parameters() if p.requires_grad and "modules_to_save" in n]
-    rest = [p for n, p in model.named_parameters() if p.requires_grad and "modules_to_save" not in n]
-    make_optimizer = {"adamw": torch.optim.AdamW, "muon": torch.optim.Muon}[recipe.optimizer]
-    optimizers = [
-        make_optimizer(rest, lr=recipe.learning_rate, weight_decay=0.0),
-        torch.optim.AdamW(head, lr=recipe.head_learning_rate, weight_decay=0.0),
-    ]
-    steps = args.epochs * math.ceil(len(task.train) / BATCH_SIZE)
-    warmup = round(recipe.warmup * steps)
-
-    def rate(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
-        return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
-
-    schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, rate) for optimizer in optimizers]
-    for epoch in range(args.epochs):
-        loss = train_epoch(
-            model, Each(optimizers), task.train, 1000 * seed + epoch, batch_size=BATCH_SIZE, scheduler=Each(schedules)
-        )
+    model = make_model(method, task.num_labels, args.num_prompts, args.epochs, None, recipe.prompt_dropout, seed)
+    optimizer = make_optimizer(model, rate, recipe.head_learning_rate or rate)
+    schedule = dict(batch_size=recipe.batch_size, cosine=True, warmup=recipe.warmup)
+    loss = fit(model, optimizer, task.train, args.epochs, seed, **schedule)
     return {
-        "suite": "recipes", "recipe": name, **asdict(recipe), "task": task_name, "seed": seed,
+        "suite": "recipes", "recipe": name, "method": method, **asdict(recipe), "task": task_name, "seed": seed,
         "epochs": args.epochs, "train_images": args.train_images, "image_size": args.image_size,
         "validation_images": args.validation_images,
-        "num_prompts": args.num_prompts if recipe.method == "vpt" else None,
+        "num_prompts": args.num_prompts if method == "vpt-deep" else None,
         "num_trainable_params": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "train_loss": loss,
         "validation_accuracy": 100 * tasks.evaluate(model, task.validation)[1],
@@ -172,16 +88,15 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="default: 0 1 2")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    names = ("epochs", "train_images", "validation_images", "image_size")
+    protocol = {name: getattr(args, name) for name in names}
     wanted = [(name, task, seed) for seed in args.seeds for name in args.recipes for task in args.tasks]
     for name, task, seed in [] if args.report else tqdm(wanted):
-        key = {
-            "recipe": name, "task": task, "seed": seed, "epochs": args.epochs, "image_size": args.image_size,
-            "train_images": args.train_images, "validation_images": args.validation_images,
-            "num_prompts": args.num_prompts if RECIPES[name].method == "vpt" else None,
-        }  # fmt: skip
-        if not read_lines(args.output, key):
+        num_prompts = args.num_prompts if RECIPES[name][0] == "vpt-deep" else None
+        key = {"recipe": name, "task": task, "seed": seed, "num_prompts": num_prompts}
+        if not read_lines(args.output, key | protocol):
             append_lines(args.output, [run(name, task, seed, args)])
-    report(read_lines(args.output))
+    report(read_lines(args.output, protocol))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from provpt_peft import ProVPTConfig, RelocationConfig
 
 from . import tasks
 from .common import (
+    PAPER_DROPOUT,
     append_lines,
     fit,
     make_base,
@@ -102,7 +103,9 @@ def make_model(name: str, args: argparse.Namespace, num_labels: int, seed: int) 
     share = int(name[1:]) / 100 if name[1:].isdecimal() else None
     strategy = name if share is None else name[0]
     num_prompts, reserve = starting_prompts(strategy, args.num_prompts, num_blocks, args.epochs, share)
-    config = ProVPTConfig(num_prompts=num_prompts, reserve=reserve, modules_to_save=["classifier"])
+    config = ProVPTConfig(
+        num_prompts=num_prompts, reserve=reserve, prompt_dropout=PAPER_DROPOUT, modules_to_save=["classifier"]
+    )
     return get_peft_model(base, config)
 
 

@@ -45,7 +45,7 @@ from PIL import Image
 from tqdm.auto import tqdm
 
 from . import tasks
-from .common import append_lines, fit, read_lines, results_parser
+from .common import PAPER_DROPOUT, append_lines, fit, read_lines, results_parser
 from .methods import (
     METHODS,
     PRUNE_SHARES,
@@ -307,7 +307,8 @@ def run(
     num_labels = specification(args.suite, task)[0]
     num_prompts = prompts_of(task, args)
     plain = "vpt-deep" if method == CONSTANT else method
-    model = make_model(plain, num_labels, num_prompts, args.epochs, prune_share, seed, args.model_name_or_path)
+    start = (num_prompts, args.epochs, prune_share, PAPER_DROPOUT)
+    model = make_model(plain, num_labels, *start, seed, args.model_name_or_path)
     model.to(args.device)
     constant = method == CONSTANT or method.startswith("pro-vpt")
     batch_size = 64 if constant or num_prompts >= 100 else 128
@@ -357,10 +358,15 @@ def finished(method: str, task: str, split: str, args: argparse.Namespace) -> li
     return read_runs(args.output, wanted | protocol(args))
 
 
+def grid(method: str, args: argparse.Namespace) -> list[Setting]:
+    """The settings of a method's search."""
+    return grid_of(method, dict(zip(CHOSEN, (args.base_lrs, args.weight_decays, args.prune_shares), strict=True)))
+
+
 def best_setting(method: str, task: str, args: argparse.Namespace) -> Setting | None:
     """The setting that the first seed's validation accuracies choose."""
     lines = [line for line in finished(method, task, "validation", args) if line["seed"] == args.seeds[0]]
-    return best_of_grid(grid_of(method, CHOSEN, args), CHOSEN, lines)
+    return best_of_grid(grid(method, args), CHOSEN, lines)
 
 
 def sweep(method: str, task: str, splits: list[FolderSplit], args: argparse.Namespace) -> None:
@@ -371,7 +377,7 @@ def sweep(method: str, task: str, splits: list[FolderSplit], args: argparse.Name
         if (seed, setting) not in {(line["seed"], setting_of(line, CHOSEN)) for line in lines}:
             append_lines(args.output, [run(method, task, seed, setting, final, splits, args)])
 
-    for setting in tqdm(grid_of(method, CHOSEN, args), desc=f"{task}, {method}: search"):
+    for setting in tqdm(grid(method, args), desc=f"{task}, {method}: search"):
         once(args.seeds[0], setting, False)
     best = best_setting(method, task, args)
     assert best is not None
@@ -400,7 +406,7 @@ def main() -> None:
     parser.add_argument("--revision", help="commit, tag or branch of the Hub's data set (default: main)")
     parser.add_argument(
         "--methods", nargs="+", choices=(*METHODS, CONSTANT), metavar="METHOD",
-        default=["full", "linear", "lora", "vpt-shallow", "vpt-deep", CONSTANT, "pro-vpt-paper", "pro-vpt-default"],
+        default=["full", "linear", "lora-8", "vpt-shallow", "vpt-deep", CONSTANT, "pro-vpt-paper", "pro-vpt-default"],
         help=f"among {', '.join((*METHODS, CONSTANT))} (default: the first seven and {CONSTANT})",
     )  # fmt: skip
     parser.add_argument("--tasks", nargs="+", help="folders of the tasks (default: all of the suite)")
