@@ -142,6 +142,7 @@ def train_epoch(
     seed: int,
     batch_size: int = 32,
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+    max_grad_norm: float | None = None,
 ) -> float:
     """One epoch in train mode, shuffled by `seed`. Returns the mean loss. A scheduler steps with the optimizer."""
     model.train()
@@ -152,6 +153,8 @@ def train_epoch(
         part = train[batch]
         loss = model(pixel_values=part.images.to(device), labels=part.labels.to(device)).loss
         loss.backward()
+        if max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
         if scheduler is not None:
@@ -189,6 +192,7 @@ def fit(
     batch_size: int = 32,
     cosine: bool = False,
     warmup: float = 0.0,
+    max_grad_norm: float | None = None,
 ) -> float:
     """Train, with relocations between the epochs if there is a relocator, at constant rates or with cosine decay after
     a warm-up over a share of the steps. Returns the last epoch's mean loss."""
@@ -197,7 +201,7 @@ def fit(
     for epoch in range(epochs):
         if relocator is not None:
             relocator.relocate(progress=epoch / epochs)
-        loss = train_epoch(model, optimizer, train, 1000 * seed + epoch, batch_size=batch_size, scheduler=scheduler)
+        loss = train_epoch(model, optimizer, train, 1000 * seed + epoch, batch_size, scheduler, max_grad_norm)
     if relocator is not None:
         relocator.finish()
     return loss

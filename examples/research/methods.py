@@ -59,17 +59,24 @@ class Recipe:
         warmup: Share of the steps in which the rates rise to their values.
         prompt_dropout: On the prompts.
         batch_size: Images of a step.
+        max_grad_norm: What gradients are clipped to; None for not at all.
     """
 
     learning_rates: tuple[float, ...]
     head_learning_rate: float | None = 1e-3
     warmup: float = 0.3
     prompt_dropout: float = 0.0
-    batch_size: int = 32
+    batch_size: int = 16
+    max_grad_norm: float | None = 1.0
+
+    def schedule(self) -> dict[str, Any]:
+        """What `fit` takes of it."""
+        names = ("batch_size", "warmup", "max_grad_norm")
+        return {"cosine": True} | {name: getattr(self, name) for name in names}
 
 
 # One rate for all that is trained, as version 0.1 had it.
-FIRST = Recipe((1e-3, 3e-3), head_learning_rate=None, warmup=0.0, prompt_dropout=PAPER_DROPOUT)
+FIRST = Recipe((1e-3, 3e-3), None, warmup=0.0, prompt_dropout=PAPER_DROPOUT, batch_size=32, max_grad_norm=None)
 # Each method's own, from recipes.py.
 PROMPTS = Recipe((5e-3,))
 LORA = Recipe((3e-3,))

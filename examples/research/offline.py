@@ -83,8 +83,7 @@ def run(method: str, task_name: str, seed: int, setting: Setting, args: argparse
     optimizer = make_optimizer(model, learning_rate, recipe.head_learning_rate or learning_rate)
     relocator = make_method_relocator(method, model, optimizer, task.train, prune_share, seed)
     begin = time.perf_counter()
-    schedule = dict(batch_size=recipe.batch_size, cosine=True, warmup=recipe.warmup)
-    loss = fit(model, optimizer, task.train, args.epochs, seed, relocator, **schedule)
+    loss = fit(model, optimizer, task.train, args.epochs, seed, relocator, **recipe.schedule())
     seconds = time.perf_counter() - begin
     return {
         "suite": "offline",
