@@ -45,12 +45,12 @@ from transformers import (
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from provpt_peft import ProVPTConfig, RelocationConfig, RelocationTrainerCallback, create_provpt_optimizer, figures
+from provpt_peft.optimizer import HEAD_LR, PROMPTS_LR, prompts_lr
 
 
-# What can be trained, each with a learning rate that suits it; see docs/experiments/recipes.md.
-LEARNING_RATES = {"linear": 3e-3, "lora": 3e-3, "vpt-deep": 5e-3, "pro-vpt": 5e-3}
-# Of the head beside prompts or LoRA.
-HEAD_LEARNING_RATE = 1e-3
+METHODS = ("linear", "lora", "vpt-deep", "pro-vpt")
+# Learning rate of a head alone, or of LoRA; see docs/experiments/recipes.md.
+OTHERS_LR = 3e-3
 # Of `RelocationConfig.preset`. `adding` needs a reserve of prompts, which the script does not make.
 PRESETS = ("default", "paper", "A", "B", "C", "D", "E", "F", "G")
 # Images that are kept in memory by default; 1.5 GB at 224 px.
@@ -133,7 +133,7 @@ class FineTuningArguments(TrainingArguments):
         default_factory=lambda: ["pro-vpt"],
         metadata={
             "help": "What to train; several are trained one after the other and compared.",
-            "choices": [*LEARNING_RATES],
+            "choices": METHODS,
         },
     )
     head_name: str = field(default="classifier", metadata={"help": "Module of the head, which is trained in full."})
@@ -149,12 +149,12 @@ class FineTuningArguments(TrainingArguments):
     learning_rate: float | None = field(
         default=None,
         metadata={
-            "help": "Learning rate of the prompts, of LoRA, or of the head if nothing else is trained. Default: the "
-            f"method's own, {', '.join(f'{rate:g} for {method}' for method, rate in LEARNING_RATES.items())}."
+            "help": "Learning rate of the prompts, of LoRA, or of the head if nothing else is trained. Default: "
+            f"{PROMPTS_LR:g} for prompts, less if there are more than 5 in a block, and {OTHERS_LR:g} for the others."
         },
     )
     head_learning_rate: float = field(
-        default=HEAD_LEARNING_RATE, metadata={"help": "Learning rate of the head beside prompts or LoRA."}
+        default=HEAD_LR, metadata={"help": "Learning rate of the head beside prompts or LoRA."}
     )
     weight_decay: float = field(default=0.0, metadata={"help": "Weight decay of the head, biases included."})
     preset: str = field(
@@ -417,7 +417,8 @@ def run(method: str, splits: datasets.DatasetDict, data: DataArguments, args: Fi
     folder = Path(args.output_dir) / method
     training = copy.copy(args)
     training.output_dir = str(folder)
-    training.learning_rate = LEARNING_RATES[method] if args.learning_rate is None else args.learning_rate
+    if args.learning_rate is None:
+        training.learning_rate = prompts_lr(args.num_prompts) if method in ("vpt-deep", "pro-vpt") else OTHERS_LR
     set_seed(args.seed)
     labels = splits["train"].features["label"].names
     model = make_model(args, labels)

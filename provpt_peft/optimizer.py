@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -10,12 +11,22 @@ from torch import nn
 from .prompts import PromptBank
 
 
+# Rates for Adam and its like, found in docs/experiments/recipes.md: of 5 prompts a block or fewer, and of a head.
+PROMPTS_LR, HEAD_LR = 3e-3, 1e-3
+
+
+def prompts_lr(prompts_per_block: float) -> float:
+    """A learning rate of the prompts that suits their number, for Adam and its like. The more prompts a block has, the
+    more a step of all of them changes it: the rate falls with the square root of their number."""
+    return PROMPTS_LR * min(1.0, math.sqrt(5 / prompts_per_block))
+
+
 def create_provpt_optimizer(
     model: nn.Module,
     optimizer_cls: type[torch.optim.Optimizer],
     *,
-    lr: float,
-    head_lr: float,
+    lr: float | None = None,
+    head_lr: float = HEAD_LR,
     weight_decay: float = 0.0,
     **kwargs: Any,
 ) -> torch.optim.Optimizer:
@@ -30,7 +41,8 @@ def create_provpt_optimizer(
         model: A model with a PROVPT adapter.
         optimizer_cls: Class of the optimizer, such as `torch.optim.AdamW`. It has to take parameter groups, as LBFGS
             does not, and vectors, as Muon does not.
-        lr: Learning rate of the prompts.
+        lr: Learning rate of the prompts. By default `prompts_lr` of their number, which suits Adam and its like, but
+            not SGD: the paper searches from 0.05 to 50 times batch size / 256.
         head_lr: Learning rate of the rest.
         weight_decay: That of the rest.
         kwargs: Passed on to the optimizer.
@@ -40,17 +52,20 @@ def create_provpt_optimizer(
 
     Example:
         ```python
-        >>> optimizer = create_provpt_optimizer(model, torch.optim.AdamW, lr=5e-3, head_lr=1e-3)
+        >>> optimizer = create_provpt_optimizer(model, torch.optim.AdamW)
         >>> trainer = Trainer(model, args, train_dataset=train, optimizers=(optimizer, None))
         ```
     """
     banks = [module for module in model.modules() if isinstance(module, PromptBank)]
-    prompts = [p for bank in banks for p in bank.provpt_prompts.values() if p.requires_grad]
+    trained = [(p, bank) for bank in banks for p in bank.provpt_prompts.values() if p.requires_grad]
+    prompts = [p for p, _ in trained]
     if not prompts:
         raise ValueError(
             f"The optimizer is for prompts that are trained, but the {type(model).__name__} has none. Wrap the model "
             "first: get_peft_model(model, ProVPTConfig(...)), or load an adapter with `is_trainable=True`."
         )
+    if lr is None:
+        lr = prompts_lr(max(len(p) / bank.num_blocks for p, bank in trained))
     ours = set(prompts)
     rest = [p for p in model.parameters() if p.requires_grad and p not in ours]
     groups: list[dict[str, Any]] = [{"params": prompts, "lr": lr, "weight_decay": 0.0}]

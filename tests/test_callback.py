@@ -227,14 +227,14 @@ def test_logs_of_a_trainer_s_own_are_not_taken_for_the_end(tmp_path):
 
 
 @pytest.mark.parametrize("warmup_steps", [0, 2])
-@pytest.mark.parametrize(("head_lr", "said"), [(1e-2, True), (1e-3, False), (None, True)])
-def test_one_rate_for_prompts_and_head_is_said_once(tmp_path, caplog, head_lr, said, warmup_steps):
+@pytest.mark.parametrize("own", [False, True])
+def test_one_rate_for_prompts_and_head_is_said_once(tmp_path, caplog, own, warmup_steps):
     model = tiny.prompted(tiny.make("vit"))
     trainer, _ = make_trainer(tmp_path, model=model, num_train_epochs=1, warmup_steps=warmup_steps)
-    if head_lr is not None:
-        trainer.optimizer = create_provpt_optimizer(model, torch.optim.AdamW, lr=1e-2, head_lr=head_lr)
+    if own:  # in groups of their own rates may be equal
+        trainer.optimizer = create_provpt_optimizer(model, torch.optim.AdamW, lr=1e-2, head_lr=1e-2)
     trainer.train()
-    assert caplog.text.count("Prompts and head are trained at one learning rate, 0.01") == said
+    assert caplog.text.count("Prompts and head are trained at one learning rate, 0.01") == (not own)
 
 
 def test_prompts_alone_have_one_rate(tmp_path, caplog):

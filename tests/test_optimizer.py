@@ -26,6 +26,21 @@ def test_prompts_and_head_have_a_group_each():
     assert prompts["betas"] == head["betas"] == (0.8, 0.9)
 
 
+@pytest.mark.parametrize(
+    ("settings", "rate"),
+    [
+        (dict(num_prompts=1), 3e-3),
+        (dict(num_prompts=5), 3e-3),
+        (dict(num_prompts=20), 1.5e-3),  # four times as many, half of it
+        (dict(num_prompts=[0, 70, 0, 9], reserve=1), 1.5e-3),
+    ],
+)
+def test_the_more_prompts_the_lower_their_rate_by_default(settings, rate):
+    model = tiny.prompted(tiny.make("vit"), **settings)
+    prompts, head = create_provpt_optimizer(model, torch.optim.AdamW).param_groups
+    assert (prompts["lr"], head["lr"]) == (pytest.approx(rate), 1e-3)
+
+
 def test_what_is_frozen_is_in_no_group():
     model = tiny.prompted(tiny.make("vit"), modules_to_save=None)
     (only,) = groups_of(model)

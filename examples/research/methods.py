@@ -78,7 +78,7 @@ class Recipe:
 # One rate for all that is trained, as version 0.1 had it.
 FIRST = Recipe((1e-3, 3e-3), None, warmup=0.0, prompt_dropout=PAPER_DROPOUT, batch_size=32, max_grad_norm=None)
 # Each method's own, from recipes.py.
-PROMPTS = Recipe((5e-3,))
+PROMPTS = Recipe((3e-3,), batch_size=8)
 LORA = Recipe((3e-3,))
 HEAD = Recipe((3e-3, 1e-2), head_learning_rate=None)
 

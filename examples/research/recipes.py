@@ -32,6 +32,7 @@ RECIPES = {
     "prompts 1e-2, head 1e-3": ("vpt-deep", Recipe((1e-2,), warmup=0.1, **OLDER)),
     "prompts 5e-3, head 1e-3, warm-up 0.3": ("vpt-deep", Recipe((5e-3,), **OLDER)),
     "prompts 5e-3, head 1e-3, warm-up 0.3, batch 16": ("vpt-deep", Recipe((5e-3,), max_grad_norm=None)),
+    "prompts 3e-3, head 1e-3, warm-up 0.3, batch 8": ("vpt-deep", Recipe((3e-3,), batch_size=8)),
     "prompts 1e-2, head 1e-3, warm-up 0.3": ("vpt-deep", Recipe((1e-2,), **OLDER)),
     "prompts 1e-2, head 3e-3, warm-up 0.3": ("vpt-deep", Recipe((1e-2,), 3e-3, **OLDER)),
     "prompts 2e-2, head 1e-3, warm-up 0.3": ("vpt-deep", Recipe((2e-2,), **OLDER)),

@@ -255,15 +255,13 @@ def _warn_of_the_last_model(args: TrainingArguments, adapter_name: str) -> None:
 
 
 def _warn_of_one_rate(optimizer: torch.optim.Optimizer, prompts: torch.nn.Parameter) -> None:
-    # Schedules begin with other rates than the ones that were given.
-    rates = {p: group.get("initial_lr", group["lr"]) for group in optimizer.param_groups for p in group["params"]}
-    rate = rates.pop(prompts)
-    if rate in rates.values():
+    group = next(group for group in optimizer.param_groups if any(p is prompts for p in group["params"]))
+    if len(group["params"]) > 1:
         logger.warning(
-            "Prompts and head are trained at one learning rate, %g, but want rates of their own: "
-            "optimizer = create_provpt_optimizer(model, torch.optim.AdamW, lr=…, head_lr=…), and "
+            "Prompts and head are trained at one learning rate, %g. Rates of their own are several points better "
+            "(docs/experiments/recipes.md): optimizer = create_provpt_optimizer(model, torch.optim.AdamW), and "
             "Trainer(…, optimizers=(optimizer, None)).",
-            rate,
+            group.get("initial_lr", group["lr"]),  # schedules begin with another rate than the one that was given
         )
 
 
