@@ -4,12 +4,14 @@
     python examples/custom_loop.py
 
 `train` is the whole of it. With the same settings and seed it makes the same moves as the Trainer with
-`RelocationTrainerCallback`: it shuffles, clips and schedules as the Trainer does by default.
+`RelocationTrainerCallback`: it shuffles and clips as the Trainer does by default, and schedules as
+`lr_scheduler_type="cosine", warmup_steps=0.3` says.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 import torch
@@ -18,9 +20,9 @@ from sklearn.datasets import load_digits
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 from tqdm.auto import tqdm
-from transformers import AutoModelForImageClassification
+from transformers import AutoModelForImageClassification, get_cosine_schedule_with_warmup
 
-from provpt_peft import ProVPTConfig, Relocation, RelocationConfig, Relocator
+from provpt_peft import ProVPTConfig, Relocation, RelocationConfig, Relocator, create_provpt_optimizer
 from provpt_peft.relocation.batches import first_batches
 
 
@@ -63,7 +65,7 @@ def train(
     *,
     epochs: int,
     batch_size: int,
-    learning_rate: float,
+    learning_rate: float | None = None,
     seed: int,
     progress_bar: bool = True,
 ) -> Relocator:
@@ -75,7 +77,8 @@ def train(
         relocation_config: When, which and where to.
         epochs: Passes over the training images.
         batch_size: Images of a step.
-        learning_rate: The first learning rate; it falls linearly to 0.
+        learning_rate: Of the prompts, by default what suits their number. It rises over 0.3 of the steps, then falls
+            as a cosine does.
         seed: Seed of dropout and shuffling.
         progress_bar: Whether to show one.
     """
@@ -85,8 +88,8 @@ def train(
     loader = DataLoader(train_dataset, batch_size, sampler=RandomSampler(train_dataset, generator=shuffling))
     steps = epochs * len(loader)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=learning_rate, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
+    optimizer = create_provpt_optimizer(model, torch.optim.AdamW, lr=learning_rate)
+    schedule = get_cosine_schedule_with_warmup(optimizer, math.ceil(0.3 * steps), steps)
 
     score_batches = first_batches(loader, relocation_config.score_images)
     relocator = Relocator(model, relocation_config, optimizer, score_batches=score_batches)
@@ -144,8 +147,10 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=9, help="epochs (default: 9)")
     parser.add_argument("--train_images", type=int, default=800, help="training images (default: 800)")
     parser.add_argument("--image_size", type=int, default=56, help="side of an image in pixels (default: 56)")
-    parser.add_argument("--batch_size", type=int, default=32, help="images of a step (default: 32)")
-    parser.add_argument("--learning_rate", type=float, default=3e-3, help="first learning rate (default: 3e-3)")
+    parser.add_argument("--batch_size", type=int, default=8, help="images of a step (default: 8)")
+    parser.add_argument(
+        "--learning_rate", type=float, help="learning rate of the prompts (default: what suits their number)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed (default: 0)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
     parser.add_argument(

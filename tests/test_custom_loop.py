@@ -8,11 +8,11 @@ import pytest
 import tiny
 import torch
 from peft import PeftModel
-from training import Images, trained
+from training import Images, make_trainer
 from transformers import AutoModelForImageClassification
 
 from examples import custom_loop
-from provpt_peft import Relocation, RelocationConfig
+from provpt_peft import Relocation, RelocationConfig, create_provpt_optimizer
 
 
 TOLERANCE = 1e-6
@@ -37,9 +37,10 @@ def assert_same_history(history, expected):
 def test_the_loop_relocates_as_the_trainer_does(tmp_path, name):
     config = RelocationConfig(**CONFIGS[name])
     # With dropout: the same numbers are drawn in the same order.
-    trainer, callback = trained(
-        tmp_path, config=config, seed=7, per_device_eval_batch_size=4, weight_decay=0.0, optim="adamw_torch"
-    )
+    schedule = dict(lr_scheduler_type="cosine", warmup_steps=0.3)
+    trainer, callback = make_trainer(tmp_path, config=config, seed=7, per_device_eval_batch_size=4, **schedule)
+    trainer.optimizer = create_provpt_optimizer(trainer.model, torch.optim.AdamW, lr=1e-2)
+    trainer.train()
     model = tiny.prompted(tiny.make("vit"), prompt_dropout=0.1)
     relocator = custom_loop.train(
         model, Images(), config, epochs=4, batch_size=4, learning_rate=1e-2, seed=7, progress_bar=False
