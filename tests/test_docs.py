@@ -76,6 +76,9 @@ def given(page, checkpoints):
         data = Images()
         data.pixel_values = torch.nn.functional.interpolate(data.pixel_values, (224, 224))
         return names | dict(vit=vit, fresh_vit=fresh, train=data, validation=data)
+    if page == "settings.md":
+        data = torch.utils.data.Subset(Images(), range(8))
+        return dict(base=tiny.make("vit"), train=data)
     if page == "relocation.md":
         model = tiny.prompted(tiny.make("vit"))
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
@@ -107,7 +110,9 @@ def with_checkpoints(code, checkpoints):
 @pytest.mark.filterwarnings("ignore:You are using the legacy TorchScript-based ONNX export:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The feature will be removed:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:Constant folding - Only steps=1 can be constant folded:UserWarning")
-@pytest.mark.parametrize("page", ["README.md", "quickstart.md", "howto.md", "tasks.md", "relocation.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "quickstart.md", "howto.md", "tasks.md", "relocation.md", "settings.md"]
+)
 def test_snippets_run(page, checkpoints, folder):
     namespace = given(page, checkpoints)
     path = next(path for path in PAGES if path.name == page and "tests" not in path.parts)
@@ -135,7 +140,9 @@ def test_printed_records_read_well(page, capsys):
 
 def test_each_page_with_snippets_is_run_somewhere():
     with_snippets = {page.name for page in PAGES if blocks(page)}
-    assert with_snippets == {"quickstart.md", "howto.md", "README.md", "backbones.md", "tasks.md", "relocation.md"}
+    assert with_snippets == {
+        "quickstart.md", "howto.md", "README.md", "backbones.md", "tasks.md", "relocation.md", "settings.md"
+    }  # fmt: skip
 
 
 def test_the_descriptions_of_a_family_are_right():
