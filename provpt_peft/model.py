@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
 from peft.tuners import tuners_utils
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
-from peft.utils import AuxiliaryTrainingWrapper
+from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
 
 from .backbone.attention import PromptedBlock
@@ -20,11 +20,15 @@ from .backbone.families import find_blocks, resolve
 from .backbone.shallow import ShallowPrompts
 from .config import BackboneFamily, ProVPTConfig
 from .evaluation import switch_randomness
+from .mixed import BASE, MixedBatch
 from .prompts import PromptBank, init_bound
 from .registration import PREFIX
 
 
 logger = logging.getLogger(__name__)
+
+# Of what PEFT's wrappers of `modules_to_save` mix in one batch.
+_MIXED_BY_PEFT = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class ProVPTModel(BaseTuner):
@@ -258,14 +262,60 @@ class ProVPTModel(BaseTuner):
 
     @contextmanager
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        # PEFT calls this around each forward; without it, `adapter_names` would be ignored in silence.
-        if kwargs.get("adapter_names") is not None:
-            raise ValueError(
-                "PROVPT cannot use different adapters for the images of one batch (`adapter_names`). "
-                "Run one batch for each adapter, switching with `set_adapter`."
-            )
-        with self._called():
+        # PEFT calls this around each forward.
+        names = kwargs.get("adapter_names")
+        with self._called(), nullcontext() if names is None else self._mix(names):
             yield
+
+    @torch.compiler.disable  # names are no part of a compiled graph
+    def _mix(self, names: Sequence[str]) -> AbstractContextManager[None]:
+        """Give each image of a batch the prompts and the head of an adapter of its own, by name."""
+        wrappers = [module for module in self.model.modules() if isinstance(module, ModulesToSaveWrapper)]
+        self._check_mixing(names, wrappers)
+        for wrapper in wrappers:
+            if self._name_heads not in wrapper._forward_pre_hooks.values():
+                wrapper.register_forward_pre_hook(self._name_heads, with_kwargs=True)
+        return self.bank.mix(names)
+
+    def _name_heads(
+        self, wrapper: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """In a mixed batch, tell a module of `modules_to_save` the adapter of each image, as PEFT has it."""
+        mixed = self.bank.mixed()
+        return None if mixed is None else (args, kwargs | {"adapter_names": _names_in(wrapper, mixed)})
+
+    def _check_mixing(self, names: Sequence[str], wrappers: Sequence[Any]) -> None:
+        """Check the adapter's names for the images of a batch.
+
+        Raises:
+            ValueError: If they cannot be in one batch.
+        """
+        instead = "Run one batch for each adapter, switching with `set_adapter`."
+        if self.training:
+            raise ValueError(
+                "`adapter_names` is for inference, but the model is in training mode. Call `model.eval()` first; to "
+                "train several adapters, train one after the other."
+            )
+        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"`adapter_names` must be a list of names, one for each image, got {names!r}.")
+        unknown = sorted({name for name in names if name != BASE and name not in self.bank.provpt_prompts})
+        if unknown:
+            raise ValueError(
+                f"`adapter_names` must name adapters of the model, {sorted(self.bank.provpt_prompts)}, or {BASE!r}, "
+                f"got {', '.join(unknown)}. Load them with `load_adapter`."
+            )
+        shallow = sorted(self.bank.shallow & set(names))
+        if shallow:
+            raise ValueError(
+                f"`adapter_names` cannot name adapters of VPT-Shallow, whose prompts are tokens of all images, got "
+                f"{', '.join(shallow)}. {instead}"
+            )
+        for wrapper in wrappers:
+            if not isinstance(wrapper.original_module, _MIXED_BY_PEFT):
+                raise ValueError(
+                    f"PEFT can mix modules of `modules_to_save` in one batch that are one layer, got a "
+                    f"{type(wrapper.original_module).__name__}. {instead}"
+                )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the base model, which sees the prompts."""
@@ -362,6 +412,12 @@ class ProVPTModel(BaseTuner):
     merge_and_unload = _refuse_merging
     merge_adapter = _refuse_merging
     unmerge_adapter = _refuse_merging
+
+
+@torch.compiler.disable  # names are no part of a compiled graph
+def _names_in(wrapper: Any, mixed: MixedBatch) -> list[str]:
+    """The adapters of a batch's images: where one has no module of its own there, the base model's."""
+    return [name if name in wrapper.modules_to_save else BASE for name in mixed.names]
 
 
 def _tuner(model: nn.Module) -> ProVPTModel:

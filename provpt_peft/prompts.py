@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .gates import Gates
+from .mixed import BASE, MixedBatch
 
 
 _WRITTEN_WHILE_COMPILED = (
@@ -144,6 +145,8 @@ class PromptBank(nn.Module, BaseTunerLayer):
         self._rows: dict[str, list[Tensor | None]] = {}
         # While scores are measured: what the blocks pass their prompts through.
         self.gates: Gates | None = None
+        # Batches whose images have adapters of their own, by the thread that runs them.
+        self._mixed: dict[int, MixedBatch] = {}
         # Within `keep`: keys and values by adapter, block, dtype and device.
         self._kept: dict[tuple[Any, ...], tuple[Tensor, Tensor]] | None = None
         self._keepers = 0
@@ -190,6 +193,28 @@ class PromptBank(nn.Module, BaseTunerLayer):
         """Indices of the prompts in a block (0 … L), int64 of shape (n,), in ascending order. None if it has none."""
         return self._rows[adapter_name][block]
 
+    @torch.compiler.disable  # names are no part of a compiled graph
+    def mix(self, names: Sequence[str]) -> ExitStack:
+        """A context in which each image of the batch that this thread runs sees the prompts of an adapter of its
+        own, by name."""
+        adapters = [name for name in dict.fromkeys(names) if name != BASE]
+        for adapter in adapters:
+            self.read(adapter)
+        rows = {adapter: self._rows[adapter] for adapter in adapters}
+        thread = threading.get_ident()
+        self._mixed[thread] = MixedBatch(names, dict(self.provpt_prompts.items()), rows)
+        stack = ExitStack()
+        stack.callback(self._mixed.pop, thread)
+        return stack
+
+    def mixed(self) -> MixedBatch | None:
+        """The mixed batch that this thread runs."""
+        if not self._mixed or self.disable_adapters:
+            return None
+        if torch.compiler.is_compiling():  # which knows no threads
+            return next(iter(self._mixed.values()))
+        return self._mixed.get(threading.get_ident())
+
     @contextmanager
     def keep(self) -> Iterator[None]:
         """Keep keys and values from one forward pass to the next. Contexts within each other share what they keep."""
@@ -214,17 +239,16 @@ class PromptBank(nn.Module, BaseTunerLayer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles keep nothing."""
-        return self.__dict__ | {"_kept": None, "_keepers": 0, "gates": None}
+        return self.__dict__ | {"_kept": None, "_keepers": 0, "gates": None, "_mixed": {}}
 
     def _forget(self) -> None:
         if self._kept is not None:
             self._kept.clear()
 
-    def read(self) -> None:
-        """Bring `rows` up to date with the enabled adapter's buffer. The first block calls it in each forward pass:
-        averages and optimizers' helpers write into buffers too, and a write through `.data` leaves no trace but the
-        numbers. A shape that depends on them cannot be compiled: compiled graphs check them and fail."""
-        adapter = self.enabled_adapter
+    def read(self, adapter: str | None) -> None:
+        """Bring `rows` up to date with an adapter's buffer. The first block calls it in each forward pass: averages
+        and optimizers' helpers write into buffers too, and a write through `.data` leaves no trace but the numbers. A
+        shape that depends on them cannot be compiled: compiled graphs check them and fail."""
         if adapter is None or adapter in self.shallow or adapter not in self._read:
             return
         if torch.compiler.is_compiling():

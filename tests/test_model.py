@@ -321,12 +321,6 @@ def test_several_active_adapters_are_refused():
         model.base_model.set_adapter(["default", "other"])
 
 
-def test_mixed_batches_are_refused():
-    model = tiny.prompted(tiny.make("vit"))
-    with pytest.raises(ValueError, match="different adapters for the images of one batch"):
-        model(pixel_values=tiny.images(), adapter_names=["default", "default"])
-
-
 # ---- taking it out --------------------------------------------------------------------------------------------------
 
 

@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..config import BackboneFamily
 from ..gates import Gates
+from ..mixed import BASE, SeenPrompts
 from ..prompts import PromptBank, transformed
 from .families import FAMILIES, resolve
 
@@ -112,11 +113,16 @@ class PromptedBlock:
         module: Any = _AsItWas(self.attention, self.config) if "flash" in implementation else self.attention
         return function(module, *args, **kwargs)
 
-    def keys_and_values(self, images: int, key: Tensor, rows: Tensor, gates: Gates | None) -> tuple[Tensor, Tensor]:
-        """Keys and values of the prompts whose indices are `rows` (n,), each (1 or B, H, n, d), in the dtype of the
-        tokens' keys (…, H, T, d). While scores are measured, the prompts pass through gates."""
-        bank, adapter = self.bank, self.bank.enabled_adapter
-        assert adapter is not None
+    def takes_masks(self) -> bool:
+        """Whether the attention function of the model's own config takes a dense mask."""
+        return self.family.own_attention is not None or self.config._attn_implementation in ("eager", "sdpa")
+
+    def keys_and_values(
+        self, adapter: str, images: int, key: Tensor, rows: Tensor, gates: Gates | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of an adapter's prompts whose indices are `rows` (n,), each (1 or B, H, n, d), in the dtype
+        of the tokens' keys (…, H, T, d). While scores are measured, the prompts pass through gates."""
+        bank = self.bank
         kept, name = bank.kept(), (adapter, self.number, key.dtype, key.device)
         if kept is not None and name in kept:
             return kept[name]
@@ -130,6 +136,23 @@ class PromptedBlock:
             prompts = torch.where(mask.bernoulli_(1 - rate), prompts / (1 - rate), 0.0)
         if gates is not None:
             prompts = gates.on_vectors(prompts, rows, images)
+        keys_and_values = self._project(prompts, key)
+        if kept is not None:
+            kept[name] = keys_and_values
+        return keys_and_values
+
+    def mixed_keys_and_values(self, seen: SeenPrompts, key: Tensor) -> tuple[Tensor, Tensor]:
+        """The same for images with adapters of their own, each (B, H, n, d)."""
+        bank = self.bank
+        if bank.kept() is None:  # one projection for all adapters
+            found = [self._project(seen.prompts[None, :, : self.width], key)]
+        else:
+            found = [self.keys_and_values(name, 1, key, rows) for name, rows in seen.adapters.items()]
+        keys, values = (torch.cat(parts, dim=2)[0] for parts in zip(*found, strict=True))  # (H, S, d)
+        return keys[:, seen.index].transpose(0, 1), values[:, seen.index].transpose(0, 1)
+
+    def _project(self, prompts: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of prompts (b, n, D), each (b, H, n, d)."""
         # Now, since `modules_to_save` may have replaced them.
         norm, *projections = [resolve(self.block, getattr(self.family, part)) for part in ("norm", "key", "value")]
         prompts = prompts.to(norm.weight.dtype)
@@ -138,8 +161,6 @@ class PromptedBlock:
         prompt_key, prompt_value = (part(normed).view(heads).transpose(1, 2).to(key.dtype) for part in projections)
         if self.family.normalize_keys:
             prompt_key = F.normalize(prompt_key, dim=-1)
-        if kept is not None:
-            kept[name] = prompt_key, prompt_value
         return prompt_key, prompt_value
 
 
@@ -183,24 +204,43 @@ def prompted_attention(
     adapter = bank.enabled_adapter
     if adapter is not None and not block.keep_dropout:
         kwargs["dropout"] = 0.0
-    if block.number == 1:
-        bank.read()
-    rows = None if adapter is None or adapter in bank.shallow else bank.rows(adapter, block.number)
-    if rows is None:
-        return block.attend(query, key, value, attention_mask, **kwargs)
-    gates = bank.gates
-    # Another thread may evaluate while this adapter is scored.
-    if gates is not None and not (gates.adapter_name == adapter and torch.is_grad_enabled()):
-        gates = None
     images = key.shape[0] if block.images is None else block.images
-    keys_and_values = block.keys_and_values(images, key, rows, gates)
+    hidden, gates = None, None
+    mixed = bank.mixed()
+    if mixed is not None:
+        if len(mixed.names) != images:
+            raise ValueError(
+                f"`adapter_names` must name an adapter for each image, got {len(mixed.names)} names for {images} "
+                f"images. Use {BASE!r} for an image without an adapter."
+            )
+        seen = mixed.of_block(block.number)
+        if seen is None:
+            return block.attend(query, key, value, attention_mask, **kwargs)
+        keys_and_values = block.mixed_keys_and_values(seen, key)
+        if seen.hidden is not None:
+            hidden = _for_each_window(seen.hidden[:, None, None], key.shape[0])  # (B * W, 1, 1, n)
+    else:
+        if block.number == 1:
+            bank.read(adapter)
+        rows = None if adapter is None or adapter in bank.shallow else bank.rows(adapter, block.number)
+        if rows is None:
+            return block.attend(query, key, value, attention_mask, **kwargs)
+        gates = bank.gates
+        # Another thread may evaluate while this adapter is scored.
+        if gates is not None and not (gates.adapter_name == adapter and torch.is_grad_enabled()):
+            gates = None
+        keys_and_values = block.keys_and_values(adapter, images, key, rows, gates)
     prompt_key, prompt_value = (_for_each_window(x, key.shape[0]) for x in keys_and_values)
-    if attention_mask is not None:
-        if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 4:
-            attention_mask = _dense_mask(attention_mask, query, key)
+    if attention_mask is not None and (not isinstance(attention_mask, Tensor) or attention_mask.dim() != 4):
+        attention_mask = _dense_mask(attention_mask, query, key)
+        kwargs["implementation"] = "sdpa"
+    if hidden is not None:
+        attention_mask = _with_hidden(attention_mask, hidden, query, key)
+        if not block.takes_masks():
             kwargs["implementation"] = "sdpa"
+    elif attention_mask is not None:
         visible = True if attention_mask.dtype == torch.bool else 0.0
-        attention_mask = F.pad(attention_mask, (0, len(rows)), value=visible)
+        attention_mask = F.pad(attention_mask, (0, prompt_key.shape[2]), value=visible)
     key = torch.cat([key, prompt_key], dim=2)  # (B * W, H, T + n, d)
     value = torch.cat([value, prompt_value], dim=2)
     output, weights = block.attend(query, key, value, attention_mask, **kwargs)
@@ -220,6 +260,18 @@ def _for_each_window(prompts: Tensor, batch: int) -> Tensor:
     """(1 or B, H, n, d) to (B * W, H, n, d): every window of an image sees the image's prompts."""
     expanded = prompts.unsqueeze(1).expand(-1, batch // len(prompts), -1, -1, -1)
     return expanded.reshape(batch, *prompts.shape[1:])
+
+
+def _with_hidden(mask: Tensor | None, hidden: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """A mask over tokens, if there is one, and prompts: those that only fill an image's row up are hidden."""
+    if mask is None:
+        mask = query.new_zeros(1, 1, 1, key.shape[2])
+    if mask.dtype == torch.bool:
+        of_prompts = ~hidden
+    else:
+        of_prompts = mask.new_zeros(()).masked_fill(hidden, torch.finfo(mask.dtype).min)
+    leading = torch.broadcast_shapes(mask.shape[:3], hidden.shape[:3])
+    return torch.cat([mask.expand(*leading, -1), of_prompts.expand(*leading, -1)], dim=-1)
 
 
 def _dense_mask(attention_mask: Any, query: Tensor, key: Tensor) -> Tensor:
