@@ -17,6 +17,7 @@ from .relocation import PPOConfig, RelocationConfig, Relocator
 from .share.card import keep_card, update_model_card
 from .share.files import check_adapter
 from .share.hub import ImageClassifier, load_image_classifier, push_to_hub
+from .share.pool import ClassifierPool, Prediction
 from .version import __version__
 
 
@@ -39,8 +40,10 @@ ProVPTModel.keep_card = keep_card
 register(ProVPTConfig, ProVPTModel)
 
 __all__ = [
+    "ClassifierPool",
     "ImageClassifier",
     "PPOConfig",
+    "Prediction",
     "ProVPTConfig",
     "ProVPTModel",
     "Relocation",

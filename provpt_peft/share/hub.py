@@ -61,7 +61,7 @@ def load_image_classifier(
     from transformers import AutoModelForImageClassification  # slow to import
 
     download = _chosen(from_pretrained_kwargs, "token", "cache_dir", "local_files_only", "force_download")
-    folder = _local_folder(adapter, download)
+    folder = local_folder(adapter, download)
     config, tensors, _ = read_adapter(folder)
     name: Any = config.base_model_name_or_path if base_model is None else str(base_model)
     if not isinstance(name, str) or not (os.path.isdir(name) or is_hub_id(name)):
@@ -81,7 +81,7 @@ def load_image_classifier(
         if config.problem_type is not None:
             settings["problem_type"] = config.problem_type
     settings |= from_pretrained_kwargs
-    image_processor = _image_processor(folder, name, **_chosen(settings, "revision"), **download)
+    image_processor = image_processor_of(folder, name, **_chosen(settings, "revision"), **download)
     # Sizes that do not match are looked at below, where the adapter's own head is known.
     settings |= dict(ignore_mismatched_sizes=True, output_loading_info=True)
     base, loading_info = AutoModelForImageClassification.from_pretrained(name, **settings)
@@ -91,7 +91,7 @@ def load_image_classifier(
     return ImageClassifier(model, image_processor, dict(base.config.id2label))
 
 
-def _image_processor(folder: Path, base_model: str, **download: Any) -> Any:
+def image_processor_of(folder: Path, base_model: str, **download: Any) -> Any:
     """The adapter's own image processor if its folder has one, otherwise that of the base model."""
     # Slow to import. At the top level, transformers 5.9 has a placeholder of it that asks for torchvision.
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
@@ -176,7 +176,7 @@ def is_hub_id(name: str | None) -> bool:
     return not os.path.isdir(name or "")
 
 
-def _local_folder(adapter: str | os.PathLike[str], download: dict[str, Any]) -> Path:
+def local_folder(adapter: str | os.PathLike[str], download: dict[str, Any]) -> Path:
     if os.path.isdir(adapter):
         return Path(adapter)
     if not is_hub_id(str(adapter)):

@@ -1,0 +1,324 @@
+"""Many tasks on one backbone: image classifiers whose images, each with its own task, share a batch."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..config import ProVPTConfig
+from ..model import ProVPTModel
+from ..prompts import PromptBank, check_prompts, read_blocks
+from .files import BANK, PROMPT_BLOCKS, PROMPTS, is_head, read_adapter
+from .hub import image_processor_of, local_folder
+
+
+_HEADS = "base_model.model."
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a task's classifier says of an image.
+
+    Args:
+        task: Name of the task.
+        scores: For each of the task's labels, the most likely first: its probability; for a regression its value.
+    """
+
+    task: str
+    scores: dict[str, float]
+
+    @property
+    def label(self) -> str:
+        """The most likely label."""
+        return next(iter(self.scores))
+
+
+@dataclass(frozen=True)
+class _Task:
+    adapter: str  # its name in the bank
+    labels: list[str]
+    problem_type: str | None
+    image_processor: Any
+    nbytes: int
+
+
+class ClassifierPool:
+    """Image classifiers for many tasks that share a frozen backbone, each a PROVPT adapter with a linear head.
+
+    Images of different tasks go through the backbone in one batch, each with its own task's prompts and head, whatever
+    the numbers of prompts, their blocks and the numbers of classes. Threads may load, unload and classify at the same
+    time; one batch is computed at a time.
+
+    Args:
+        base_model: Folder or Hub id of the backbone that all adapters were trained on.
+        find: Where a task's adapter is, given its name: a folder or a Hub id; None if there is no such one. A task
+            that is asked for and not resident is loaded from there. Without it, tasks are loaded by `load` only.
+        capacity: Tasks that are resident at most. Another one takes the place of the least recently used.
+        device: Where to compute.
+        from_pretrained_kwargs: Passed on to `AutoModelForImageClassification.from_pretrained`.
+
+    Example:
+        ```python
+        >>> pool = ClassifierPool("google/vit-base-patch16-224-in21k")
+        >>> pool.load("flowers", "flowers-provpt")
+        >>> pool.load("birds", "me/birds-provpt")
+        >>> [prediction.label for prediction in pool.classify([rose, robin], ["flowers", "birds"])]
+        ['rose', 'robin']
+        ```
+    """
+
+    def __init__(
+        self,
+        base_model: str | os.PathLike[str],
+        find: Callable[[str], str | os.PathLike[str] | None] | None = None,
+        *,
+        capacity: int = 1000,
+        device: str | torch.device = "cpu",
+        **from_pretrained_kwargs: Any,
+    ) -> None:
+        from transformers import AutoModelForImageClassification  # slow to import
+
+        if capacity < 1:
+            raise ValueError(f"`capacity` must be at least 1, got {capacity}. Give the number of tasks to keep.")
+        self.base_model = str(base_model)
+        self.capacity = capacity
+        self._find = find
+        model = AutoModelForImageClassification.from_pretrained(self.base_model, **from_pretrained_kwargs)
+        # The tuner needs an adapter; no image ever names this one.
+        self._bank: PromptBank = ProVPTModel(model, {"none": ProVPTConfig(num_prompts=1)}, "none").bank
+        self._model = model.requires_grad_(False).eval().to(device)
+        self._bank.to(device)
+        self._takes_sizes = "interpolate_pos_encoding" in inspect.signature(model.forward).parameters
+        self._heads: list[_TaskHeads] = []
+        self._tasks: OrderedDict[str, _Task] = OrderedDict()  # the least recently used first
+        self._numbers = itertools.count()
+        self._lock = threading.RLock()
+
+    @property
+    def tasks(self) -> list[str]:
+        """Names of the resident tasks, the least recently used first."""
+        with self._lock:
+            return list(self._tasks)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the resident tasks' prompts, blocks and heads."""
+        with self._lock:
+            return sum(task.nbytes for task in self._tasks.values())
+
+    def labels(self, name: str) -> list[str]:
+        """The labels of a task, loaded if need be. Errors as for `load`."""
+        return self._use(name).labels
+
+    def load(self, name: str, adapter: str | os.PathLike[str], *, same_base: bool = False) -> None:
+        """Make a task resident, in place of one of the same name if there is one.
+
+        Args:
+            name: Name of the task.
+            adapter: Folder that `PeftModel.save_pretrained` wrote, or a Hub id.
+            same_base: That its base model is this pool's under another name.
+
+        Raises:
+            ValueError: If the adapter's files are broken, or not for this backbone, or without a linear head.
+        """
+        folder = local_folder(adapter, {})
+        config, tensors, _ = read_adapter(folder)
+        if not same_base and config.base_model_name_or_path != self.base_model:
+            raise ValueError(
+                f"{folder}: the adapter must be for the pool's base model, {self.base_model!r}, got one for "
+                f"{config.base_model_name_or_path!r}. If they are the same, say so: `same_base=True`."
+            )
+        if config.shallow:
+            raise ValueError(
+                f"{folder}: adapters of VPT-Shallow cannot share a batch with others. Load it with "
+                "`load_image_classifier`."
+            )
+        heads = {key.removeprefix(_HEADS): tensor for key, tensor in tensors.items() if not key.startswith(BANK)}
+        where = f"{folder / SAFETENSORS_WEIGHTS_NAME}: "
+        classes = self._check(where, tensors, heads)
+        names = config.id2label or ({} if heads else self._model.config.id2label)
+        labels = [names.get(number, f"LABEL_{number}") for number in range(classes)]
+        task = _Task(
+            f"task{next(self._numbers)}",
+            labels,
+            config.problem_type,
+            image_processor_of(folder, self.base_model),
+            sum(tensor.nbytes for tensor in tensors.values()),
+        )
+        with self._lock:
+            if name in self._tasks:
+                self.unload(name)
+            while len(self._tasks) >= self.capacity:
+                self.unload(next(iter(self._tasks)))
+            self._install(task, config, tensors, heads)
+            self._tasks[name] = task
+
+    def unload(self, name: str) -> None:
+        """Let a task go.
+
+        Raises:
+            KeyError: If it is not resident.
+        """
+        with self._lock:
+            task = self._tasks.pop(name)
+            self._bank.delete_adapter(task.adapter)
+            for head in self._heads:
+                head.weights.pop(task.adapter, None)
+
+    def classify(self, images: Sequence[Any], tasks: Sequence[str]) -> list[Prediction]:
+        """Classify images, each by a task of its own.
+
+        Args:
+            images: PIL images, or what the tasks' image processors take.
+            tasks: The name of each image's task.
+
+        Raises:
+            KeyError: If there is no such task.
+            ValueError: If there are not as many names as images, or a task's adapter cannot be loaded.
+        """
+        if isinstance(tasks, str) or len(images) != len(tasks):
+            raise ValueError(f"There must be a task for each image, got {len(images)} images and {tasks!r}.")
+        predictions: list[Prediction | None] = [None] * len(images)
+        # No more tasks at once than can be resident, and images of one size together.
+        names = list(dict.fromkeys(tasks))
+        for first in range(0, len(names), self.capacity):
+            together = names[first : first + self.capacity]
+            batches: dict[tuple[Any, ...], dict[int, Any]] = {}
+            for number, (image, name) in enumerate(zip(images, tasks, strict=True)):
+                if name in together:
+                    inputs = self._use(name).image_processor(image, return_tensors="pt")
+                    shape = tuple((key, tensor.shape) for key, tensor in inputs.items())
+                    batches.setdefault(shape, {})[number] = inputs
+            for batch in batches.values():
+                of_images = self._predict([tasks[number] for number in batch], list(batch.values()))
+                for number, prediction in zip(batch, of_images, strict=True):
+                    predictions[number] = prediction
+        return [prediction for prediction in predictions if prediction is not None]
+
+    def _use(self, name: str) -> _Task:
+        """A task, which is now the most recently used."""
+        with self._lock:
+            if name in self._tasks:
+                self._tasks.move_to_end(name)
+                return self._tasks[name]
+        adapter = None if self._find is None else self._find(name)
+        if adapter is None:
+            raise KeyError(f"There is no task {name!r}.")
+        self.load(name, adapter)
+        return self._use(name)
+
+    def _check(self, where: str, tensors: Mapping[str, Tensor], heads: Mapping[str, Tensor]) -> int:
+        """Check an adapter's tensors, the heads' by their names in the model. Returns the number of classes."""
+        shape = (len(tensors[PROMPTS]), max(self._bank.widths))
+        try:
+            check_prompts(tensors[PROMPTS], tensors[PROMPT_BLOCKS], shape, self._bank.num_blocks, shallow=False)
+        except ValueError as error:
+            raise ValueError(f"{where}{error}") from None
+        counts = {self._model.config.num_labels} if not heads else set()
+        for key, tensor in heads.items():
+            path, _, kind = key.rpartition(".")
+            linear = self._linear(path)
+            if linear is None or not is_head(key):
+                raise ValueError(
+                    f"{where}beside prompts, an adapter in a pool may bring a linear head only, got {key}. Load it "
+                    "with `load_image_classifier`."
+                )
+            width = (linear.in_features,) if kind == "weight" else ()
+            if tensor.shape[1:] != width:
+                raise ValueError(
+                    f"{where}the head must take what the backbone gives, {linear.in_features} numbers, got {key} of "
+                    f"shape {tuple(tensor.shape)}. Use the base model that the adapter was trained with."
+                )
+            counts.add(len(tensor))
+        if len(counts) != 1:
+            raise ValueError(f"{where}heads must have one number of classes, got {sorted(counts)}. Save it anew.")
+        return counts.pop()
+
+    def _linear(self, path: str) -> nn.Linear | None:
+        """The linear layer at a path of the model, which may have been made a head of many tasks."""
+        try:
+            module = self._model.get_submodule(path)
+        except AttributeError:
+            return None
+        module = module.linear if isinstance(module, _TaskHeads) else module
+        return module if isinstance(module, nn.Linear) else None
+
+    def _install(
+        self, task: _Task, config: ProVPTConfig, tensors: Mapping[str, Tensor], heads: Mapping[str, Tensor]
+    ) -> None:
+        bank, name = self._bank, task.adapter
+        bank.add_adapter(name, config.start_distribution(bank.num_blocks), config.reserve, dropout=0.0, shallow=False)
+        with torch.no_grad():
+            bank.provpt_prompts[name].requires_grad_(False).copy_(tensors[PROMPTS])
+            bank.provpt_prompt_blocks[name].copy_(bank.one_hot(read_blocks(tensors[PROMPT_BLOCKS])))
+        for path in {key.rpartition(".")[0] for key in heads}:
+            module = self._model.get_submodule(path)
+            if not isinstance(module, _TaskHeads):
+                module = _TaskHeads(module, bank)
+                self._model.set_submodule(path, module)
+                self._heads.append(module)
+            like = module.linear.weight
+            bias = heads.get(f"{path}.bias")
+            module.weights[name] = heads[f"{path}.weight"].to(like), None if bias is None else bias.to(like)
+
+    @torch.inference_mode()
+    def _predict(self, names: Sequence[str], inputs: Sequence[Mapping[str, Tensor]]) -> list[Prediction]:
+        """Predictions for images of one size, each (1, …), with the tasks of these names."""
+        batch = {key: torch.cat([of_image[key] for of_image in inputs]) for key in inputs[0]}
+        like = next(self._model.parameters())
+        batch = {key: t.to(like) if t.is_floating_point() else t.to(like.device) for key, t in batch.items()}
+        sizes = {"interpolate_pos_encoding": True} if self._takes_sizes else {}
+        with self._lock:  # a task that another thread has evicted meanwhile comes back
+            tasks = [self._use(name) for name in names]
+            with self._bank.mix([task.adapter for task in tasks]):
+                logits = self._model(**batch, **sizes).logits.float().cpu()
+        return [_prediction(name, task, row) for name, task, row in zip(names, tasks, logits, strict=True)]
+
+
+class _TaskHeads(nn.Module):
+    """A linear head for each task in the place of the model's own. In a mixed batch each image gets its task's, the
+    model's own where its task has none; outputs beyond a task's classes are -inf."""
+
+    def __init__(self, linear: nn.Linear, bank: PromptBank) -> None:
+        super().__init__()
+        self.linear = linear
+        self.weights: dict[str, tuple[Tensor, Tensor | None]] = {}
+        self._bank = (bank,)  # a tuple hides the module from `nn.Module`
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Features (B, …, D) to logits (B, …, C), C the most classes of any task in the batch."""
+        mixed = self._bank[0].mixed()
+        if mixed is None:
+            return self.linear(features)
+        images: dict[str, list[int]] = {}
+        for number, name in enumerate(mixed.names):
+            images.setdefault(name, []).append(number)
+        own = (self.linear.weight, self.linear.bias)
+        found = [F.linear(features[of], *self.weights.get(name, own)) for name, of in images.items()]
+        most = max(logits.shape[-1] for logits in found)
+        result = features.new_full((*features.shape[:-1], most), -torch.inf)
+        for of, logits in zip(images.values(), found, strict=True):
+            result[of, ..., : logits.shape[-1]] = logits
+        return result
+
+
+def _prediction(name: str, task: _Task, logits: Tensor) -> Prediction:
+    """What logits say, of which a task has the first ones."""
+    scores = logits[: len(task.labels)]
+    if task.problem_type == "multi_label_classification":
+        scores = scores.sigmoid()
+    elif task.problem_type != "regression" and len(scores) > 1:
+        scores = scores.softmax(dim=-1)
+    order = scores.argsort(descending=True, stable=True).tolist()
+    return Prediction(name, {task.labels[number]: scores[number].item() for number in order})

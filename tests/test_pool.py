@@ -1,0 +1,208 @@
+"""Many tasks on one backbone: each image's prediction by `load_image_classifier` alone is the oracle."""
+
+import shutil
+import threading
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from transformers import ViTImageProcessor
+
+from provpt_peft import ClassifierPool, load_image_classifier
+
+
+TASKS = {"birds": ["hen", "owl"], "cars": ["bus", "van", "car", "cab", "jeep"], "digits": [str(n) for n in range(3)]}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A backbone, and adapters for tasks of other numbers of classes and prompts, one at another image size."""
+    for family in ("vit", "swin"):
+        tiny.make(family).save_pretrained(tmp_path / family)
+        ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path / family)
+        for number, (task, labels) in enumerate(TASKS.items()):
+            save_task(tmp_path, family, task, labels, seed=number)
+    ViTImageProcessor(size={"height": 48, "width": 48}).save_pretrained(tmp_path / "vit-cars")
+    return tmp_path
+
+
+def save_task(folder, family, task, labels, seed=0, **config):
+    from transformers import AutoModelForImageClassification
+
+    base = AutoModelForImageClassification.from_pretrained(
+        folder / family, id2label=dict(enumerate(labels)), ignore_mismatched_sizes=True
+    )
+    counts = [seed] * (6 if family == "swin" else 4)
+    config = dict(num_prompts=[*counts[:-1], seed + 2]) | config
+    model = tiny.prompted(base, **config)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "provpt_" in name or "modules_to_save" in name:
+                parameter.normal_()
+    model.save_pretrained(folder / f"{family}-{task}")
+
+
+def pictures(count, seed=0):
+    generator = np.random.default_rng(seed)
+    return [Image.fromarray(generator.integers(0, 255, (20, 20, 3), dtype=np.uint8)) for _ in range(count)]
+
+
+def alone(folder, images, tasks, family="vit"):
+    found = []
+    for image, task in zip(images, tasks, strict=True):
+        model, processor, labels = load_image_classifier(folder / f"{family}-{task}")
+        sizes = {"interpolate_pos_encoding": True}
+        with torch.no_grad():
+            row = model(**processor(image, return_tensors="pt"), **sizes).logits[0].softmax(dim=-1)
+        found.append({labels[number]: row[number].item() for number in row.argsort(descending=True).tolist()})
+    return found
+
+
+def assert_same(predictions, expected):
+    for prediction, scores in zip(predictions, expected, strict=True):
+        assert list(prediction.scores) == list(scores)
+        assert prediction.label == next(iter(scores))
+        assert list(prediction.scores.values()) == pytest.approx(list(scores.values()), abs=1e-5)
+
+
+MIXED = ["cars", "birds", "digits", "birds", "cars"]
+
+
+@pytest.mark.parametrize("family", ["vit", "swin"])
+def test_each_image_is_as_by_itself(folder, family):
+    pool = ClassifierPool(folder / family, lambda name: folder / f"{family}-{name}")
+    images = pictures(5)
+    predictions = pool.classify(images, MIXED)
+    assert [prediction.task for prediction in predictions] == MIXED
+    assert_same(predictions, alone(folder, images, MIXED, family))
+    assert sorted(pool.tasks) == sorted(TASKS)
+    assert pool.classify([], []) == []
+
+
+def test_the_least_recently_used_makes_room(folder):
+    found = []
+
+    def find(name):
+        found.append(name)
+        return folder / f"vit-{name}" if name in TASKS else None
+
+    pool = ClassifierPool(folder / "vit", find, capacity=2)
+    images = pictures(5)
+    expected = alone(folder, images, MIXED)
+    assert_same(pool.classify(images, MIXED), expected)  # three tasks in a pool of two
+    assert len(pool.tasks) == 2
+    pool.classify(images[:2], ["cars", "birds"])
+    pool.classify(images[:1], ["cars"])
+    pool.classify(images[:1], ["digits"])
+    assert pool.tasks == ["cars", "digits"]
+    found.clear()
+    pool.classify(images[:2], ["cars", "digits"])
+    assert found == []
+    with pytest.raises(KeyError, match="no task 'cats'"):
+        pool.classify(images[:1], ["cats"])
+    assert_same(pool.classify(images, MIXED), expected)
+
+
+def test_bytes_of_what_is_resident(folder):
+    pool = ClassifierPool(folder / "vit")
+    pool.load("birds", folder / "vit-birds")
+    # 2 prompts of 32 numbers, their rows of 5, a head of 2 * 32 + 2; 4 bytes each.
+    assert pool.nbytes == 4 * (2 * 32 + 2 * 5 + 2 * 32 + 2)
+    pool.load("birds", folder / "vit-birds")
+    assert (pool.tasks, pool.labels("birds")) == (["birds"], TASKS["birds"])
+    pool.unload("birds")
+    assert (pool.nbytes, pool.tasks) == (0, [])
+    assert list(pool._bank.provpt_prompts) == ["none"]
+    with pytest.raises(KeyError):
+        pool.unload("birds")
+
+
+def test_kinds_of_labels(folder):
+    for task, kind in (("tags", "multi_label_classification"), ("age", "regression")):
+        save_task(folder, "vit", task, ["a", "b", "c"], problem_type=kind)
+    pool = ClassifierPool(folder / "vit", lambda name: folder / f"vit-{name}")
+    image = pictures(1)
+    logits = {}
+    for task in ("tags", "age"):
+        model, processor, labels = load_image_classifier(folder / f"vit-{task}")
+        with torch.no_grad():
+            row = model(**processor(image[0], return_tensors="pt")).logits[0]
+        logits[task] = {labels[number]: row[number] for number in range(3)}
+    tags, age = pool.classify(image * 2, ["tags", "age"])
+    assert tags.scores == pytest.approx(
+        {name: value.sigmoid().item() for name, value in logits["tags"].items()}, abs=1e-5
+    )
+    assert age.scores == pytest.approx({name: value.item() for name, value in logits["age"].items()}, abs=1e-5)
+
+
+def test_adapters_that_do_not_fit_are_refused(folder):
+    pool = ClassifierPool(folder / "vit")
+    pool.load("birds", folder / "vit-birds")
+    with pytest.raises(ValueError, match=r"must be for the pool's base model, '.*vit', got one for '.*swin'"):
+        pool.load("cars", folder / "swin-cars")
+    with pytest.raises(ValueError, match="only fits the backbone"):
+        pool.load("cars", folder / "swin-cars", same_base=True)
+    save_task(folder, "vit", "shallow", ["a", "b"], num_prompts=2, shallow=True)
+    with pytest.raises(ValueError, match="VPT-Shallow cannot share a batch"):
+        pool.load("shallow", folder / "vit-shallow")
+    save_task(folder, "vit", "norm", ["a", "b"], modules_to_save=["classifier", "layernorm"])
+    with pytest.raises(ValueError, match=r"a linear head only, got vit\.layernorm"):
+        pool.load("norm", folder / "vit-norm")
+    path = folder / "vit-cars" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    head = "base_model.model.classifier.weight"
+    save_file(tensors | {head: tensors[head][:, :5].contiguous()}, path)
+    with pytest.raises(ValueError, match=r"the head must take what the backbone gives, 32 numbers, got .*\(5, 5\)"):
+        pool.load("cars", folder / "vit-cars")
+    path.write_bytes(b"broken")
+    with pytest.raises(ValueError, match="must be complete safetensors"):
+        pool.load("cars", folder / "vit-cars")
+    with pytest.raises(ValueError, match="a task for each image, got 2 images"):
+        pool.classify(pictures(2), ["birds"])
+    with pytest.raises(ValueError, match="`capacity` must be at least 1, got 0"):
+        ClassifierPool(folder / "vit", capacity=0)
+    # What is there goes on.
+    assert pool.tasks == ["birds"]
+    assert_same(pool.classify(pictures(1), ["birds"]), alone(folder, pictures(1), ["birds"]))
+
+
+def test_an_adapter_without_a_head_has_the_base_model_s(folder):
+    model = tiny.prompted(tiny.make("vit"), modules_to_save=None)
+    model.base_model.model.name_or_path = model.peft_config["default"].base_model_name_or_path = str(folder / "vit")
+    model.save_pretrained(folder / "vit-plain")
+    pool = ClassifierPool(folder / "vit", lambda name: folder / f"vit-{name}")
+    images = pictures(2)
+    assert_same(pool.classify(images, ["plain", "cars"])[:1], alone(folder, images[:1], ["plain"]))
+
+
+def test_threads_load_evict_and_classify(folder):
+    for number in range(6):
+        shutil.copytree(folder / "vit-birds", folder / f"vit-birds{number}")
+        save_task(folder, "vit", f"birds{number}", [f"{number}a", f"{number}b"], seed=number)
+    names = [f"birds{number}" for number in range(6)]
+    images = pictures(6)
+    expected = dict(zip(names, alone(folder, images, names), strict=True))
+    pool = ClassifierPool(folder / "vit", lambda name: folder / f"vit-{name}", capacity=3)
+    failures = []
+
+    def client(seed):
+        order = np.random.default_rng(seed)
+        for _ in range(10):
+            chosen = order.choice(6, size=4).tolist()
+            try:
+                predictions = pool.classify([images[n] for n in chosen], [names[n] for n in chosen])
+                assert_same(predictions, [expected[names[n]] for n in chosen])
+            except Exception as error:
+                failures.append(error)
+
+    threads = [threading.Thread(target=client, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert len(pool.tasks) == 3
