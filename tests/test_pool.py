@@ -42,7 +42,7 @@ def save_task(folder, family, task, labels, seed=0, **config):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "provpt_" in name or "modules_to_save" in name:
-                parameter.normal_()
+                parameter.normal_(std=0.2)
     model.save_pretrained(folder / f"{family}-{task}")
 
 

@@ -1,0 +1,252 @@
+"""Serve many tasks with one backbone over HTTP: images in, labels out.
+
+    python examples/serve.py --base_model google/vit-base-patch16-224-in21k --adapters outputs
+    curl --data-binary @rose.jpg http://127.0.0.1:8000/tasks/flowers
+
+Each folder in `--adapters` is a task by its name. A task is loaded when it is first asked for; a folder that is put
+there or taken away while the service runs is a task from then on, or none. Requests that arrive together, whatever
+their tasks, go through the backbone in one batch.
+
+| request | answer |
+| --- | --- |
+| `POST /tasks/NAME`, the image's file as the body | the label, and the score of each label |
+| `GET /tasks` | the tasks that there are, and those that are in memory |
+| `DELETE /tasks/NAME` | the task is let go, and read from its folder when it is asked for again |
+| `GET /` | a page to try it by hand |
+
+Status codes: 404 there is no such task, 413 the image is too large, 415 the body is no image, 500 the task's adapter
+is broken, 503 too many requests are waiting. An error is of its own request only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import io
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import HTMLResponse
+from PIL import Image, ImageOps
+
+from provpt_peft import ClassifierPool, Prediction
+
+
+PAGE = """<!doctype html><meta charset="utf-8"><title>Tasks</title>
+<h1>Tasks</h1><p>Choose a task and an image.</p>
+<select id="task"></select> <input id="image" type="file" accept="image/*"><pre id="answer"></pre>
+<script>
+const find = id => document.getElementById(id);
+fetch("tasks").then(answer => answer.json()).then(({tasks}) => {
+  for (const name of tasks) find("task").add(new Option(name));
+});
+find("image").onchange = find("task").onchange = async () => {
+  const file = find("image").files[0];
+  if (!file) return;
+  const answer = await fetch("tasks/" + encodeURIComponent(find("task").value), {method: "POST", body: file});
+  find("answer").textContent = JSON.stringify(await answer.json(), null, 2);
+};
+</script>"""
+
+
+@dataclass
+class Limits:
+    """What the service takes.
+
+    Args:
+        batch_size: Images that go through the backbone at once.
+        waiting: Requests that wait at most.
+        pixels: Pixels of an image.
+        size: Bytes of its file.
+    """
+
+    batch_size: int = 32
+    waiting: int = 256
+    pixels: int = 50_000_000
+    size: int = 20_000_000
+
+
+Waiting = tuple[str, Image.Image, "asyncio.Future[Prediction]"]
+
+
+class Batches:
+    """Puts requests that wait together through the pool, in a thread of its own.
+
+    Args:
+        pool: The tasks.
+        limits: Images in a batch, and requests that wait.
+    """
+
+    def __init__(self, pool: ClassifierPool, limits: Limits) -> None:
+        self.pool = pool
+        self.limits = limits
+        self._waiting: asyncio.Queue[tuple[str, Image.Image, asyncio.Future[Prediction]]] = asyncio.Queue(
+            limits.waiting
+        )
+        self._thread = ThreadPoolExecutor(1)
+
+    async def classify(self, task: str, image: Image.Image) -> Prediction:
+        """The prediction for an image.
+
+        Raises:
+            asyncio.QueueFull: If too many requests are waiting.
+            KeyError, ValueError: What the pool raises for the task.
+        """
+        result: asyncio.Future[Prediction] = asyncio.get_running_loop().create_future()
+        self._waiting.put_nowait((task, image, result))
+        return await result
+
+    async def run(self) -> None:
+        """Serve for ever. While a batch is computed, the next one gathers."""
+        loop = asyncio.get_running_loop()
+        while True:
+            batch = [await self._waiting.get()]
+            while len(batch) < self.limits.batch_size and not self._waiting.empty():
+                batch.append(self._waiting.get_nowait())
+            requests = [(task, image) for task, image, _ in batch]
+            answers = await loop.run_in_executor(self._thread, self._answer, requests)
+            for (_, _, result), answer in zip(batch, answers, strict=True):
+                if result.cancelled():  # its client has gone
+                    continue
+                if isinstance(answer, Exception):
+                    result.set_exception(answer)
+                else:
+                    result.set_result(answer)
+
+    def _answer(self, requests: list[tuple[str, Image.Image]]) -> list[Prediction | Exception]:
+        """A prediction for each request, or what is wrong with its task."""
+        wrong: dict[str, Exception] = {}
+        for task in {task for task, _ in requests}:
+            try:
+                self.pool.labels(task)
+            except Exception as error:
+                wrong[task] = error
+        good = [(task, image) for task, image in requests if task not in wrong]
+        try:
+            found = iter(self.pool.classify([image for _, image in good], [task for task, _ in good]))
+        except Exception as error:
+            if len(requests) == 1:
+                return [error]
+            # One by one: what fails is its own request's.
+            return [answer for request in requests for answer in self._answer([request])]
+        return [wrong[task] if task in wrong else next(found) for task, _ in requests]
+
+
+def read_image(content: bytes, limits: Limits) -> Image.Image:
+    """An image from a file's bytes.
+
+    Raises:
+        HTTPException: 413 if it is too large, 415 if it is no image.
+    """
+    try:
+        image = Image.open(io.BytesIO(content))
+        if image.width * image.height > limits.pixels:
+            raise HTTPException(
+                413, f"An image may have {limits.pixels:,} pixels, got {image.width} x {image.height}."
+            )
+        return ImageOps.exif_transpose(image).convert("RGB")
+    except Image.DecompressionBombError as error:
+        raise HTTPException(413, f"An image may have {limits.pixels:,} pixels. {error}") from None
+    except (OSError, SyntaxError, ValueError) as error:
+        raise HTTPException(415, f"The body must be an image's file: {error}") from None
+
+
+def make_app(base_model: str, adapters: Path, limits: Limits, capacity: int = 1000, device: str = "cpu") -> FastAPI:
+    """The service.
+
+    Args:
+        base_model: Folder or Hub id of the backbone.
+        adapters: Folder of the adapters.
+        limits: What it takes.
+        capacity: Tasks in memory at most.
+        device: Where to compute.
+    """
+
+    def find(name: str) -> Path | None:
+        plain = name == Path(name).name  # and not a path
+        return adapters / name if plain and (adapters / name / "adapter_config.json").is_file() else None
+
+    pool = ClassifierPool(base_model, find, capacity=capacity, device=device)
+    batches = Batches(pool, limits)
+    decoding = ThreadPoolExecutor()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        worker = asyncio.create_task(batches.run())
+        yield
+        worker.cancel()
+
+    app = FastAPI(title="Tasks", lifespan=lifespan)
+
+    @app.get("/", response_class=HTMLResponse)
+    async def page() -> str:
+        return PAGE
+
+    @app.get("/tasks")
+    async def tasks() -> dict[str, Any]:
+        names = sorted(config.parent.name for config in adapters.glob("*/adapter_config.json"))
+        return {"tasks": names, "in_memory": pool.tasks, "bytes": pool.nbytes}
+
+    @app.delete("/tasks/{name}")
+    async def unload(name: str) -> dict[str, str]:
+        try:
+            pool.unload(name)
+        except KeyError:
+            raise HTTPException(404, f"The task {name!r} is not in memory.") from None
+        return {"unloaded": name}
+
+    @app.post("/tasks/{name}")
+    async def classify(name: str, request: Request) -> dict[str, Any]:
+        if find(name) is None:
+            raise HTTPException(404, f"There is no task {name!r}.")
+        content = bytearray()
+        async for part in request.stream():
+            content += part
+            if len(content) > limits.size:
+                raise HTTPException(413, f"A file may have {limits.size:,} bytes.")
+        loop = asyncio.get_running_loop()
+        image = await loop.run_in_executor(decoding, read_image, bytes(content), limits)
+        try:
+            prediction = await batches.classify(name, image)
+        except asyncio.QueueFull:
+            raise HTTPException(503, "Too many requests are waiting.", headers={"Retry-After": "1"}) from None
+        except KeyError:
+            raise HTTPException(404, f"There is no task {name!r}.") from None
+        except ValueError as error:
+            raise HTTPException(500, str(error)) from None
+        return {"task": name, "label": prediction.label, "scores": prediction.scores}
+
+    return app
+
+
+def main() -> None:
+    limits = Limits()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base_model", required=True, help="folder or Hub id of the backbone")
+    parser.add_argument("--adapters", type=Path, required=True, help="folder of the adapters, one folder a task")
+    parser.add_argument("--capacity", type=int, default=1000, help="tasks in memory at most (default: 1000)")
+    parser.add_argument("--device", default="cpu", help="where to compute (default: cpu)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: 8000)")
+    for name, text in {
+        "batch_size": "images in a batch", "waiting": "requests that wait at most",
+        "pixels": "pixels of an image at most", "size": "bytes of its file at most",
+    }.items():  # fmt: skip
+        default = getattr(limits, name)
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: {default})")
+    args = parser.parse_args()
+    if not args.adapters.is_dir():
+        parser.error(f"--adapters must be a folder, got {args.adapters}")
+    limits = Limits(args.batch_size, args.waiting, args.pixels, args.size)
+    app = make_app(args.base_model, args.adapters, limits, args.capacity, args.device)
+    uvicorn.run(app, host=args.host, port=args.port, log_level="info")
+
+
+if __name__ == "__main__":
+    main()
