@@ -269,8 +269,10 @@ class ClassifierPool:
                 self._model.set_submodule(path, module)
                 self._heads.append(module)
             like = module.linear.weight
-            bias = heads.get(f"{path}.bias")
-            module.weights[name] = heads[f"{path}.weight"].to(like), None if bias is None else bias.to(like)
+            weight, bias = heads[f"{path}.weight"], heads.get(f"{path}.bias")
+            # Copies: a tensor that safetensors has read may keep the whole file in memory.
+            copied = None if bias is None else bias.to(like, copy=True)
+            module.weights[name] = weight.to(like, copy=True), copied
 
     @torch.inference_mode()
     def _predict(self, names: Sequence[str], inputs: Sequence[Mapping[str, Tensor]]) -> list[Prediction]:
