@@ -17,7 +17,7 @@ demo: .venv/installed
 	$(BIN)/python examples/dinov2_small.py .cache/dinov2-small
 	$(BIN)/python examples/finetune_image_classification.py \
 		--model_name_or_path .cache/dinov2-small --dataset_name digits --image_size 56 \
-		--methods linear lora vpt-deep pro-vpt --num_prompts 5 --num_train_epochs 8 \
+		--methods linear lora vpt-deep pro-vpt --num_prompts 10 --num_train_epochs 8 \
 		--per_device_train_batch_size 8 --per_device_eval_batch_size 128 --seed 0 --output_dir outputs/demo
 
 test: .venv/installed

@@ -36,6 +36,7 @@ from fastapi.responses import HTMLResponse
 from PIL import Image, ImageOps
 
 from provpt_peft import ClassifierPool, Prediction
+from provpt_peft.share.pool import UnknownTask
 
 
 PAGE = """<!doctype html><meta charset="utf-8"><title>Tasks</title>
@@ -61,7 +62,7 @@ class Limits:
 
     Args:
         batch_size: Images that go through the backbone at once.
-        waiting: Requests that wait at most.
+        waiting: Requests that are read, wait or are computed at most.
         pixels: Pixels of an image.
         size: Bytes of its file.
     """
@@ -86,17 +87,14 @@ class Batches:
     def __init__(self, pool: ClassifierPool, limits: Limits) -> None:
         self.pool = pool
         self.limits = limits
-        self._waiting: asyncio.Queue[tuple[str, Image.Image, asyncio.Future[Prediction]]] = asyncio.Queue(
-            limits.waiting
-        )
+        self._waiting: asyncio.Queue[tuple[str, Image.Image, asyncio.Future[Prediction]]] = asyncio.Queue()
         self._thread = ThreadPoolExecutor(1)
 
     async def classify(self, task: str, image: Image.Image) -> Prediction:
         """The prediction for an image.
 
         Raises:
-            asyncio.QueueFull: If too many requests are waiting.
-            KeyError, ValueError: What the pool raises for the task.
+            UnknownTask, ValueError: What the pool raises for the task.
         """
         result: asyncio.Future[Prediction] = asyncio.get_running_loop().create_future()
         self._waiting.put_nowait((task, image, result))
@@ -150,10 +148,14 @@ def read_image(content: bytes, limits: Limits) -> Image.Image:
             raise HTTPException(
                 413, f"An image may have {limits.pixels:,} pixels, got {image.width} x {image.height}."
             )
+        if image.mode.startswith(("I", "F")):  # Pillow would cut, not scale
+            raise HTTPException(415, f"An image must have 8 bits a channel, got Pillow's mode {image.mode}.")
         return ImageOps.exif_transpose(image).convert("RGB")
     except Image.DecompressionBombError as error:
         raise HTTPException(413, f"An image may have {limits.pixels:,} pixels. {error}") from None
-    except (OSError, SyntaxError, ValueError) as error:
+    except HTTPException:
+        raise
+    except Exception as error:  # Pillow raises many kinds
         raise HTTPException(415, f"The body must be an image's file: {error}") from None
 
 
@@ -169,11 +171,12 @@ def make_app(base_model: str, adapters: Path, limits: Limits, capacity: int = 10
     """
 
     def find(name: str) -> Path | None:
-        plain = name == Path(name).name  # and not a path
+        plain = name == Path(name).name and name != ".." and len(name) < 200  # no path
         return adapters / name if plain and (adapters / name / "adapter_config.json").is_file() else None
 
     pool = ClassifierPool(base_model, find, capacity=capacity, device=device)
     batches = Batches(pool, limits)
+    places = asyncio.Semaphore(limits.waiting)
     decoding = ThreadPoolExecutor()
 
     @asynccontextmanager
@@ -189,12 +192,12 @@ def make_app(base_model: str, adapters: Path, limits: Limits, capacity: int = 10
         return PAGE
 
     @app.get("/tasks")
-    async def tasks() -> dict[str, Any]:
+    def tasks() -> dict[str, Any]:
         names = sorted(config.parent.name for config in adapters.glob("*/adapter_config.json"))
         return {"tasks": names, "in_memory": pool.tasks, "bytes": pool.nbytes}
 
     @app.delete("/tasks/{name}")
-    async def unload(name: str) -> dict[str, str]:
+    def unload(name: str) -> dict[str, str]:
         try:
             pool.unload(name)
         except KeyError:
@@ -205,18 +208,19 @@ def make_app(base_model: str, adapters: Path, limits: Limits, capacity: int = 10
     async def classify(name: str, request: Request) -> dict[str, Any]:
         if find(name) is None:
             raise HTTPException(404, f"There is no task {name!r}.")
-        content = bytearray()
-        async for part in request.stream():
-            content += part
-            if len(content) > limits.size:
-                raise HTTPException(413, f"A file may have {limits.size:,} bytes.")
-        loop = asyncio.get_running_loop()
-        image = await loop.run_in_executor(decoding, read_image, bytes(content), limits)
+        if places.locked():  # before anything of it is in memory
+            raise HTTPException(503, "Too many requests are waiting.", headers={"Retry-After": "1"})
         try:
-            prediction = await batches.classify(name, image)
-        except asyncio.QueueFull:
-            raise HTTPException(503, "Too many requests are waiting.", headers={"Retry-After": "1"}) from None
-        except KeyError:
+            async with places:
+                content = bytearray()
+                async for part in request.stream():
+                    content += part
+                    if len(content) > limits.size:
+                        raise HTTPException(413, f"A file may have {limits.size:,} bytes.")
+                loop = asyncio.get_running_loop()
+                image = await loop.run_in_executor(decoding, read_image, bytes(content), limits)
+                prediction = await batches.classify(name, image)
+        except UnknownTask:
             raise HTTPException(404, f"There is no task {name!r}.") from None
         except ValueError as error:
             raise HTTPException(500, str(error)) from None
@@ -235,7 +239,7 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: 8000)")
     for name, text in {
-        "batch_size": "images in a batch", "waiting": "requests that wait at most",
+        "batch_size": "images in a batch", "waiting": "requests at a time at most",
         "pixels": "pixels of an image at most", "size": "bytes of its file at most",
     }.items():  # fmt: skip
         default = getattr(limits, name)

@@ -263,15 +263,15 @@ class ProVPTModel(BaseTuner):
     @contextmanager
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
         # PEFT calls this around each forward.
-        names = kwargs.get("adapter_names")
-        with self._called(), nullcontext() if names is None else self._mix(names):
+        names = kwargs.pop("adapter_names", None)
+        with self._called(), nullcontext() if names is None else self._mix(names, (*args, *kwargs.values())):
             yield
 
     @torch.compiler.disable  # names are no part of a compiled graph
-    def _mix(self, names: Sequence[str]) -> AbstractContextManager[None]:
+    def _mix(self, names: Sequence[str], inputs: Sequence[Any]) -> AbstractContextManager[None]:
         """Give each image of a batch the prompts and the head of an adapter of its own, by name."""
         wrappers = [module for module in self.model.modules() if isinstance(module, ModulesToSaveWrapper)]
-        self._check_mixing(names, wrappers)
+        self._check_mixing(names, inputs, wrappers)
         for wrapper in wrappers:
             if self._name_heads not in wrapper._forward_pre_hooks.values():
                 wrapper.register_forward_pre_hook(self._name_heads, with_kwargs=True)
@@ -284,7 +284,7 @@ class ProVPTModel(BaseTuner):
         mixed = self.bank.mixed()
         return None if mixed is None else (args, kwargs | {"adapter_names": _names_in(wrapper, mixed)})
 
-    def _check_mixing(self, names: Sequence[str], wrappers: Sequence[Any]) -> None:
+    def _check_mixing(self, names: Sequence[str], inputs: Sequence[Any], wrappers: Sequence[Any]) -> None:
         """Check the adapter's names for the images of a batch.
 
         Raises:
@@ -298,6 +298,12 @@ class ProVPTModel(BaseTuner):
             )
         if isinstance(names, str) or not all(isinstance(name, str) for name in names):
             raise ValueError(f"`adapter_names` must be a list of names, one for each image, got {names!r}.")
+        images = next((len(tensor) for tensor in inputs if isinstance(tensor, Tensor)), len(names))
+        if len(names) != images:
+            raise ValueError(
+                f"`adapter_names` must name an adapter for each image, got {len(names)} names for {images} images. "
+                f"Use {BASE!r} for an image without an adapter."
+            )
         unknown = sorted({name for name in names if name != BASE and name not in self.bank.provpt_prompts})
         if unknown:
             raise ValueError(
@@ -310,17 +316,24 @@ class ProVPTModel(BaseTuner):
                 f"`adapter_names` cannot name adapters of VPT-Shallow, whose prompts are tokens of all images, got "
                 f"{', '.join(shallow)}. {instead}"
             )
+        names_of_parts = ("norm", "key", "value")
+        on_the_way = [resolve(b.block, getattr(b.family, part)) for b in self.blocks for part in names_of_parts]
         for wrapper in wrappers:
             if not isinstance(wrapper.original_module, _MIXED_BY_PEFT):
                 raise ValueError(
                     f"PEFT can mix modules of `modules_to_save` in one batch that are one layer, got a "
                     f"{type(wrapper.original_module).__name__}. {instead}"
                 )
+            if any(part is wrapper for part in on_the_way):
+                raise ValueError(
+                    "Images with adapters of their own cannot share a batch where `modules_to_save` has a norm or a "
+                    f"projection that prompts go through. {instead}"
+                )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the base model, which sees the prompts."""
-        with self._called():
-            return super().forward(*args, **kwargs)
+        with self._enable_peft_forward_hooks(*args, **kwargs):
+            return super().forward(*args, **{k: v for k, v in kwargs.items() if k != "adapter_names"})
 
     @contextmanager
     def _called(self) -> Iterator[None]:

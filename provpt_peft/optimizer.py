@@ -57,7 +57,13 @@ def create_provpt_optimizer(
         ```
     """
     banks = [module for module in model.modules() if isinstance(module, PromptBank)]
-    trained = [(p, bank) for bank in banks for p in bank.provpt_prompts.values() if p.requires_grad]
+    # With how many blocks share them: a shallow adapter's are all in the first one.
+    trained = [
+        (p, 1 if name in bank.shallow else bank.num_blocks)
+        for bank in banks
+        for name, p in bank.provpt_prompts.items()
+        if p.requires_grad
+    ]
     prompts = [p for p, _ in trained]
     if not prompts:
         raise ValueError(
@@ -65,7 +71,7 @@ def create_provpt_optimizer(
             "first: get_peft_model(model, ProVPTConfig(...)), or load an adapter with `is_trainable=True`."
         )
     if lr is None:
-        lr = prompts_lr(max(len(p) / bank.num_blocks for p, bank in trained))
+        lr = prompts_lr(max(len(p) / num_blocks for p, num_blocks in trained))
     ours = set(prompts)
     rest = [p for p in model.parameters() if p.requires_grad and p not in ours]
     groups: list[dict[str, Any]] = [{"params": prompts, "lr": lr, "weight_decay": 0.0}]

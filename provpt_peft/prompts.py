@@ -202,17 +202,21 @@ class PromptBank(nn.Module, BaseTunerLayer):
             self.read(adapter)
         rows = {adapter: self._rows[adapter] for adapter in adapters}
         thread = threading.get_ident()
-        self._mixed[thread] = MixedBatch(names, dict(self.provpt_prompts.items()), rows)
+        before = self._mixed.get(thread)
+        self._mixed[thread] = MixedBatch(names, {a: self.provpt_prompts[a] for a in adapters}, rows)
         stack = ExitStack()
-        stack.callback(self._mixed.pop, thread)
+        if before is None:
+            stack.callback(self._mixed.pop, thread)
+        else:
+            stack.callback(self._mixed.__setitem__, thread, before)
         return stack
 
     def mixed(self) -> MixedBatch | None:
         """The mixed batch that this thread runs."""
-        if not self._mixed or self.disable_adapters:
-            return None
-        if torch.compiler.is_compiling():  # which knows no threads
-            return next(iter(self._mixed.values()))
+        return self._of_this_thread() if self._mixed and not self.disable_adapters else None
+
+    @torch.compiler.disable  # a compiled graph knows no threads
+    def _of_this_thread(self) -> MixedBatch | None:
         return self._mixed.get(threading.get_ident())
 
     @contextmanager

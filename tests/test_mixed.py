@@ -84,6 +84,17 @@ def test_each_image_is_as_by_itself(family, implementation):
 
 
 @torch.no_grad()
+def test_a_shallow_adapter_that_is_active_stays_out():
+    model = several("vit")
+    inputs = images_of("vit", 6)
+    expected = one_by_one(model, inputs, NAMES)
+    model.add_adapter("shallow", ProVPTConfig(num_prompts=2, shallow=True))
+    model.double().eval().set_adapter("shallow")
+    assert (model(**inputs, adapter_names=NAMES).logits - expected).abs().max() < 1e-10
+    assert (model.base_model(**inputs, adapter_names=NAMES).logits - expected).abs().max() < 1e-10
+
+
+@torch.no_grad()
 def test_written_blocks_are_read():
     model = several("vit")
     inputs = images_of("vit", 6)
@@ -119,19 +130,23 @@ def test_half_precision(dtype):
 
 
 @torch.no_grad()
-def test_threads_do_not_mix():
-    model = several("vit")
-    inputs = images_of("vit", 6)
+@pytest.mark.parametrize("family", ["vit", "swin"])
+def test_threads_do_not_mix(family):
+    model = several(family)
     model.set_adapter("default")
-    expected = {"plain": model(**inputs).logits, "mixed": model(**inputs, adapter_names=NAMES).logits}
+    batches = {"plain": (images_of(family, 2), {}), "mixed": (images_of(family, 6), dict(adapter_names=NAMES))}
+    expected = {kind: model(**inputs, **names).logits for kind, (inputs, names) in batches.items()}
     wrong = []
 
     def run(kind):
+        inputs, names = batches[kind]
         with torch.no_grad():
             for _ in range(20):
-                names = dict(adapter_names=NAMES) if kind == "mixed" else {}
-                if (model(**inputs, **names).logits - expected[kind]).abs().max() > 1e-10:
-                    wrong.append(kind)
+                try:
+                    if (model(**inputs, **names).logits - expected[kind]).abs().max() > 1e-10:
+                        wrong.append(kind)
+                except Exception as error:
+                    wrong.append(error)
 
     threads = [threading.Thread(target=run, args=(kind,)) for kind in ("plain", "mixed", "plain", "mixed")]
     for thread in threads:
@@ -183,6 +198,43 @@ def test_training_is_refused():
     model = several("vit").train()
     with pytest.raises(ValueError, match="`adapter_names` is for inference"):
         model(**images_of("vit", 6), adapter_names=NAMES)
+
+
+@torch.no_grad()
+def test_compiled_in_another_thread():
+    model = several("vit")
+    inputs = images_of("vit", 6)
+    model.set_adapter("default")
+    compiled = torch.compile(model, backend="eager")
+    expected = model(**inputs).logits
+    found = []
+
+    def plain():
+        with torch.no_grad():
+            found.append(compiled(**inputs).logits)
+
+    with model.base_model.bank.mix(NAMES[::-1]):
+        thread = threading.Thread(target=plain)
+        thread.start()
+        thread.join()
+    assert (found[0] - expected).abs().max() < 1e-10
+
+
+def test_contexts_within_each_other():
+    model = several("vit")
+    bank = model.base_model.bank
+    with bank.mix(NAMES):
+        outer = bank.mixed()
+        with bank.mix(["few"]):
+            assert bank.mixed().names == ["few"]
+        assert bank.mixed() is outer
+    assert bank.mixed() is None
+
+
+def test_a_trained_projection_of_prompts_is_refused():
+    model = tiny.prompted(tiny.make("vit"), modules_to_save=["classifier", "k_proj"]).eval()
+    with pytest.raises(ValueError, match="a norm or a projection that prompts go through"):
+        model(pixel_values=tiny.images(), adapter_names=["default", "__base__"])
 
 
 def test_modules_that_cannot_be_mixed_are_refused():

@@ -142,9 +142,9 @@ def test_kinds_of_labels(folder):
 def test_adapters_that_do_not_fit_are_refused(folder):
     pool = ClassifierPool(folder / "vit")
     pool.load("birds", folder / "vit-birds")
-    with pytest.raises(ValueError, match=r"must be for the pool's base model, '.*vit', got one for '.*swin'"):
+    with pytest.raises(ValueError, match=r"must be for the pool's base model, '.*vit' .*got one for '.*swin'"):
         pool.load("cars", folder / "swin-cars")
-    with pytest.raises(ValueError, match="only fits the backbone"):
+    with pytest.raises(ValueError, match="only fits the number of blocks it was made for"):
         pool.load("cars", folder / "swin-cars", same_base=True)
     save_task(folder, "vit", "shallow", ["a", "b"], num_prompts=2, shallow=True)
     with pytest.raises(ValueError, match="VPT-Shallow cannot share a batch"):
@@ -158,6 +158,14 @@ def test_adapters_that_do_not_fit_are_refused(folder):
     save_file(tensors | {head: tensors[head][:, :5].contiguous()}, path)
     with pytest.raises(ValueError, match=r"the head must take what the backbone gives, 32 numbers, got .*\(5, 5\)"):
         pool.load("cars", folder / "vit-cars")
+    save_file({name: tensor for name, tensor in tensors.items() if name != head}, path)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"a head must have a weight, got classifier\.bias alone"):
+            pool.load("birds", folder / "vit-cars")
+    assert len(pool._bank.provpt_prompts) == 2  # the one that no image names, and birds
+    save_task(folder, "vit", "twins", ["a", "a", "b"])
+    with pytest.raises(ValueError, match="each class must have a name of its own"):
+        pool.load("twins", folder / "vit-twins")
     path.write_bytes(b"broken")
     with pytest.raises(ValueError, match="must be complete safetensors"):
         pool.load("cars", folder / "vit-cars")
@@ -168,6 +176,40 @@ def test_adapters_that_do_not_fit_are_refused(folder):
     # What is there goes on.
     assert pool.tasks == ["birds"]
     assert_same(pool.classify(pictures(1), ["birds"]), alone(folder, pictures(1), ["birds"]))
+
+
+def test_a_failure_while_a_task_is_put_in_leaves_the_others(folder, monkeypatch):
+    pool = ClassifierPool(folder / "vit", capacity=1)
+    pool.load("birds", folder / "vit-birds")
+    monkeypatch.setattr("provpt_peft.share.pool.read_blocks", None)
+    with pytest.raises(TypeError):
+        pool.load("cars", folder / "vit-cars")
+    assert (pool.tasks, len(pool._bank.provpt_prompts)) == (["birds"], 2)
+
+
+def test_autocast(folder):
+    pool = ClassifierPool(folder / "vit", lambda name: folder / f"vit-{name}")
+    images = pictures(5)
+    expected = pool.classify(images, MIXED)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for found, exact in zip(pool.classify(images, MIXED), expected, strict=True):
+            assert found.scores == pytest.approx(exact.scores, abs=0.05)
+
+
+def test_an_oblong_backbone(folder):
+    from transformers import AutoModelForImageClassification
+
+    shutil.rmtree(folder / "vit")
+    tiny.make("vit", image_size=(32, 16)).save_pretrained(folder / "vit")
+    ViTImageProcessor(size={"height": 32, "width": 16}).save_pretrained(folder / "vit")
+    model = tiny.prompted(AutoModelForImageClassification.from_pretrained(folder / "vit")).eval()
+    model.save_pretrained(folder / "vit-plain")
+    pool = ClassifierPool(folder / "vit", lambda name: folder / f"vit-{name}")
+    (image,) = pictures(1)
+    with torch.no_grad():
+        logits = model(**ViTImageProcessor.from_pretrained(folder / "vit")(image, return_tensors="pt")).logits[0]
+    scores = pool.classify([image], ["plain"])[0].scores
+    assert sorted(scores.values()) == pytest.approx(sorted(logits.softmax(dim=-1).tolist()), abs=1e-5)
 
 
 def test_an_adapter_without_a_head_has_the_base_model_s(folder):

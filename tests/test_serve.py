@@ -100,11 +100,16 @@ def test_what_is_refused_leaves_the_others_alone(folder):
     (folder / "adapters" / "broken" / "adapter_model.safetensors").write_bytes(b"broken")
     huge = io.BytesIO()
     Image.new("1", (20_000, 20_000)).save(huge, "PNG")
+    deep = io.BytesIO()
+    Image.fromarray(np.full((20, 20), 30_000, dtype=np.uint16)).save(deep, "PNG")
     cut = picture(size=(200, 200))[:1000]
     requests = {
         "unknown": ("/tasks/unknown", picture(), 404, "no task"),
         "path": ("/tasks/..%2Fadapters%2Ftask0", picture(), 404, ""),
         "broken": ("/tasks/broken", picture(), 500, "complete safetensors"),
+        "dots": ("/tasks/%2E%2E", picture(), 404, ""),
+        "long name": ("/tasks/" + "a" * 300, picture(), 404, ""),
+        "16 bits": ("/tasks/task0", deep.getvalue(), 415, "8 bits a channel"),
         "no image": ("/tasks/task0", b"no image", 415, "must be an image"),
         "cut": ("/tasks/task0", cut, 415, "must be an image"),
         "empty": ("/tasks/task0", b"", 415, "must be an image"),

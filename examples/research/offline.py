@@ -31,6 +31,7 @@ from .common import append_lines, fit, mean_and_error, read_lines, results_parse
 from .methods import (
     METHODS,
     PRUNE_SHARES,
+    Recipe,
     Setting,
     best_of_grid,
     describe,
@@ -64,6 +65,11 @@ def protocol(args: argparse.Namespace) -> dict[str, Any]:
     return {"recipe": args.recipe} | backbone | {name: getattr(args, name) for name in names}
 
 
+def settings_of(recipe: Recipe) -> dict[str, Any]:
+    """A recipe as a run's line has it, beside its learning rate."""
+    return {name: value for name, value in asdict(recipe).items() if name != "learning_rates"}
+
+
 def run(method: str, task_name: str, seed: int, setting: Setting, args: argparse.Namespace) -> dict[str, Any]:
     """Train and test once. Returns the line of the results; accuracies in percent."""
     learning_rate, prune_share = setting
@@ -92,7 +98,7 @@ def run(method: str, task_name: str, seed: int, setting: Setting, args: argparse
         "seed": seed,
         "learning_rate": learning_rate,
         "prune_share": prune_share,
-        **{name: value for name, value in asdict(recipe).items() if name != "learning_rates"},
+        **settings_of(recipe),
         **protocol(args),
         "train_loss": loss,
         "validation_accuracy": 100 * tasks.evaluate(model, task.validation)[1],
@@ -105,8 +111,12 @@ def run(method: str, task_name: str, seed: int, setting: Setting, args: argparse
 
 
 def finished(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The runs in the results file that followed the protocol."""
-    return read_runs(args.output, protocol(args))
+    """The runs in the results file that followed the protocol, and their method's recipe as it is now."""
+    lines = read_runs(args.output, protocol(args))
+    if args.recipe == "first":  # lines of version 0.1 do not say what is in it
+        return lines
+    recipes = {method: settings_of(recipe_of(method, args.recipe)) for method in {line["method"] for line in lines}}
+    return [line for line in lines if recipes[line["method"]].items() <= line.items()]
 
 
 def grid(method: str, args: argparse.Namespace) -> list[Setting]:

@@ -407,7 +407,7 @@ def main() -> None:
     parser.add_argument(
         "--methods", nargs="+", choices=(*METHODS, CONSTANT), metavar="METHOD",
         default=["full", "linear", "lora-8", "vpt-shallow", "vpt-deep", CONSTANT, "pro-vpt-paper", "pro-vpt-default"],
-        help=f"among {', '.join((*METHODS, CONSTANT))} (default: the first seven and {CONSTANT})",
+        help=f"among {', '.join((*METHODS, CONSTANT))} (default: LoRA of rank 8, and the others that are no ablation)",
     )  # fmt: skip
     parser.add_argument("--tasks", nargs="+", help="folders of the tasks (default: all of the suite)")
     parser.add_argument(

@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..config import BackboneFamily
 from ..gates import Gates
-from ..mixed import BASE, SeenPrompts
+from ..mixed import SeenPrompts
 from ..prompts import PromptBank, transformed
 from .families import FAMILIES, resolve
 
@@ -208,11 +208,6 @@ def prompted_attention(
     hidden, gates = None, None
     mixed = bank.mixed()
     if mixed is not None:
-        if len(mixed.names) != images:
-            raise ValueError(
-                f"`adapter_names` must name an adapter for each image, got {len(mixed.names)} names for {images} "
-                f"images. Use {BASE!r} for an image without an adapter."
-            )
         seen = mixed.of_block(block.number)
         if seen is None:
             return block.attend(query, key, value, attention_mask, **kwargs)

@@ -34,7 +34,7 @@ class ShallowPrompts:
     def _prompts(self) -> tuple[torch.Tensor, float] | None:
         """The prompts (n, D) and their dropout, if a shallow adapter is enabled."""
         adapter = self.bank.enabled_adapter
-        if adapter is None or adapter not in self.bank.shallow:
+        if adapter is None or adapter not in self.bank.shallow or self.bank.mixed() is not None:
             return None
         return self.bank.provpt_prompts[adapter], self.bank.dropout[adapter]
 

@@ -60,7 +60,7 @@ def load_image_classifier(
     """
     from transformers import AutoModelForImageClassification  # slow to import
 
-    download = _chosen(from_pretrained_kwargs, "token", "cache_dir", "local_files_only", "force_download")
+    download = chosen(from_pretrained_kwargs, "token", "cache_dir", "local_files_only", "force_download")
     folder = local_folder(adapter, download)
     config, tensors, _ = read_adapter(folder)
     name: Any = config.base_model_name_or_path if base_model is None else str(base_model)
@@ -81,7 +81,7 @@ def load_image_classifier(
         if config.problem_type is not None:
             settings["problem_type"] = config.problem_type
     settings |= from_pretrained_kwargs
-    image_processor = image_processor_of(folder, name, **_chosen(settings, "revision"), **download)
+    image_processor = image_processor_of(folder, name, **chosen(settings, "revision"), **download)
     # Sizes that do not match are looked at below, where the adapter's own head is known.
     settings |= dict(ignore_mismatched_sizes=True, output_loading_info=True)
     base, loading_info = AutoModelForImageClassification.from_pretrained(name, **settings)
@@ -115,7 +115,7 @@ def _brings_image_processor(folder: Path) -> bool:
     )
 
 
-def _chosen(settings: dict[str, Any], *names: str) -> dict[str, Any]:
+def chosen(settings: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: settings[name] for name in names if name in settings}
 
 

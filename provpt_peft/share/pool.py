@@ -20,10 +20,14 @@ from ..config import ProVPTConfig
 from ..model import ProVPTModel
 from ..prompts import PromptBank, check_prompts, read_blocks
 from .files import BANK, PROMPT_BLOCKS, PROMPTS, is_head, read_adapter
-from .hub import image_processor_of, local_folder
+from .hub import chosen, image_processor_of, local_folder
 
 
 _HEADS = "base_model.model."
+
+
+class UnknownTask(KeyError):
+    """There is no task of a name."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,10 @@ class ClassifierPool:
         self._model = model.requires_grad_(False).eval().to(device)
         self._bank.to(device)
         self._takes_sizes = "interpolate_pos_encoding" in inspect.signature(model.forward).parameters
+        size: Any = getattr(model.config, "image_size", None)
+        self._image_size = (size, size) if isinstance(size, int) else None if size is None else tuple(size)
+        self._revision = from_pretrained_kwargs.get("revision")
+        self._download = chosen(from_pretrained_kwargs, "token", "cache_dir", "local_files_only", "force_download")
         self._heads: list[_TaskHeads] = []
         self._tasks: OrderedDict[str, _Task] = OrderedDict()  # the least recently used first
         self._numbers = itertools.count()
@@ -132,12 +140,14 @@ class ClassifierPool:
         Raises:
             ValueError: If the adapter's files are broken, or not for this backbone, or without a linear head.
         """
-        folder = local_folder(adapter, {})
+        folder = local_folder(adapter, self._download)
         config, tensors, _ = read_adapter(folder)
-        if not same_base and config.base_model_name_or_path != self.base_model:
+        base = (config.base_model_name_or_path, config.revision or self._revision)
+        if not same_base and base != (self.base_model, self._revision):
             raise ValueError(
-                f"{folder}: the adapter must be for the pool's base model, {self.base_model!r}, got one for "
-                f"{config.base_model_name_or_path!r}. If they are the same, say so: `same_base=True`."
+                f"{folder}: the adapter must be for the pool's base model, {self.base_model!r} (revision "
+                f"{self._revision!r}), got one for {base[0]!r} ({base[1]!r}). If they are the same, say so: "
+                "`same_base=True`."
             )
         if config.shallow:
             raise ValueError(
@@ -146,22 +156,30 @@ class ClassifierPool:
             )
         heads = {key.removeprefix(_HEADS): tensor for key, tensor in tensors.items() if not key.startswith(BANK)}
         where = f"{folder / SAFETENSORS_WEIGHTS_NAME}: "
-        classes = self._check(where, tensors, heads)
+        classes = self._check(where, config, tensors, heads)
         names = config.id2label or ({} if heads else self._model.config.id2label)
         labels = [names.get(number, f"LABEL_{number}") for number in range(classes)]
+        if len(set(labels)) < classes:
+            raise ValueError(f"{folder}: each class must have a name of its own, got {labels}. Correct `id2label`.")
+        revision = {} if self._revision is None else {"revision": self._revision}
+        image_processor = image_processor_of(folder, self.base_model, **revision, **self._download)
         task = _Task(
             f"task{next(self._numbers)}",
             labels,
             config.problem_type,
-            image_processor_of(folder, self.base_model),
+            image_processor,
             sum(tensor.nbytes for tensor in tensors.values()),
         )
         with self._lock:
+            try:
+                self._install(task, config, tensors, heads)
+            except Exception:
+                self._remove(task)
+                raise
             if name in self._tasks:
                 self.unload(name)
             while len(self._tasks) >= self.capacity:
                 self.unload(next(iter(self._tasks)))
-            self._install(task, config, tensors, heads)
             self._tasks[name] = task
 
     def unload(self, name: str) -> None:
@@ -171,10 +189,7 @@ class ClassifierPool:
             KeyError: If it is not resident.
         """
         with self._lock:
-            task = self._tasks.pop(name)
-            self._bank.delete_adapter(task.adapter)
-            for head in self._heads:
-                head.weights.pop(task.adapter, None)
+            self._remove(self._tasks.pop(name))
 
     def classify(self, images: Sequence[Any], tasks: Sequence[str]) -> list[Prediction]:
         """Classify images, each by a task of its own.
@@ -184,7 +199,7 @@ class ClassifierPool:
             tasks: The name of each image's task.
 
         Raises:
-            KeyError: If there is no such task.
+            UnknownTask: If there is no such task, a `KeyError`.
             ValueError: If there are not as many names as images, or a task's adapter cannot be loaded.
         """
         if isinstance(tasks, str) or len(images) != len(tasks):
@@ -206,6 +221,12 @@ class ClassifierPool:
                     predictions[number] = prediction
         return [prediction for prediction in predictions if prediction is not None]
 
+    def _remove(self, task: _Task) -> None:
+        if task.adapter in self._bank.provpt_prompts:
+            self._bank.delete_adapter(task.adapter)
+        for head in self._heads:
+            head.weights.pop(task.adapter, None)
+
     def _use(self, name: str) -> _Task:
         """A task, which is now the most recently used."""
         with self._lock:
@@ -214,14 +235,17 @@ class ClassifierPool:
                 return self._tasks[name]
         adapter = None if self._find is None else self._find(name)
         if adapter is None:
-            raise KeyError(f"There is no task {name!r}.")
+            raise UnknownTask(f"There is no task {name!r}.")
         self.load(name, adapter)
         return self._use(name)
 
-    def _check(self, where: str, tensors: Mapping[str, Tensor], heads: Mapping[str, Tensor]) -> int:
+    def _check(
+        self, where: str, config: ProVPTConfig, tensors: Mapping[str, Tensor], heads: Mapping[str, Tensor]
+    ) -> int:
         """Check an adapter's tensors, the heads' by their names in the model. Returns the number of classes."""
-        shape = (len(tensors[PROMPTS]), max(self._bank.widths))
         try:
+            count = sum(config.start_distribution(self._bank.num_blocks)) + config.reserve
+            shape = (count, max(self._bank.widths))
             check_prompts(tensors[PROMPTS], tensors[PROMPT_BLOCKS], shape, self._bank.num_blocks, shallow=False)
         except ValueError as error:
             raise ValueError(f"{where}{error}") from None
@@ -234,8 +258,10 @@ class ClassifierPool:
                     f"{where}beside prompts, an adapter in a pool may bring a linear head only, got {key}. Load it "
                     "with `load_image_classifier`."
                 )
+            if f"{path}.weight" not in heads:
+                raise ValueError(f"{where}a head must have a weight, got {key} alone. Save the adapter anew.")
             width = (linear.in_features,) if kind == "weight" else ()
-            if tensor.shape[1:] != width:
+            if tensor.dim() != 1 + len(width) or tensor.shape[1:] != width:
                 raise ValueError(
                     f"{where}the head must take what the backbone gives, {linear.in_features} numbers, got {key} of "
                     f"shape {tuple(tensor.shape)}. Use the base model that the adapter was trained with."
@@ -280,7 +306,8 @@ class ClassifierPool:
         batch = {key: torch.cat([of_image[key] for of_image in inputs]) for key in inputs[0]}
         like = next(self._model.parameters())
         batch = {key: t.to(like) if t.is_floating_point() else t.to(like.device) for key, t in batch.items()}
-        sizes = {"interpolate_pos_encoding": True} if self._takes_sizes else {}
+        other_size = self._image_size not in (None, tuple(batch.get("pixel_values", like).shape[-2:]))
+        sizes = {"interpolate_pos_encoding": True} if self._takes_sizes and other_size else {}
         with self._lock:  # a task that another thread has evicted meanwhile comes back
             tasks = [self._use(name) for name in names]
             with self._bank.mix([task.adapter for task in tasks]):
@@ -309,7 +336,7 @@ class _TaskHeads(nn.Module):
         own = (self.linear.weight, self.linear.bias)
         found = [F.linear(features[of], *self.weights.get(name, own)) for name, of in images.items()]
         most = max(logits.shape[-1] for logits in found)
-        result = features.new_full((*features.shape[:-1], most), -torch.inf)
+        result = found[0].new_full((*features.shape[:-1], most), -torch.inf)
         for of, logits in zip(images.values(), found, strict=True):
             result[of, ..., : logits.shape[-1]] = logits
         return result
