@@ -131,10 +131,7 @@ class FineTuningArguments(TrainingArguments):
     )
     methods: list[str] = field(
         default_factory=lambda: ["pro-vpt"],
-        metadata={
-            "help": "What to train; several are trained one after the other and compared.",
-            "choices": METHODS,
-        },
+        metadata={"help": "What to train; several are trained one after the other and compared.", "choices": METHODS},
     )
     head_name: str = field(default="classifier", metadata={"help": "Module of the head, which is trained in full."})
     num_prompts: int = field(default=5, metadata={"help": "Prompts in each block at the start."})

@@ -73,6 +73,7 @@ class Limits:
     size: int = 20_000_000
 
 
+# Its task, its image, and where its prediction is awaited.
 Waiting = tuple[str, Image.Image, "asyncio.Future[Prediction]"]
 
 
@@ -87,7 +88,7 @@ class Batches:
     def __init__(self, pool: ClassifierPool, limits: Limits) -> None:
         self.pool = pool
         self.limits = limits
-        self._waiting: asyncio.Queue[tuple[str, Image.Image, asyncio.Future[Prediction]]] = asyncio.Queue()
+        self._waiting: asyncio.Queue[Waiting] = asyncio.Queue()
         self._thread = ThreadPoolExecutor(1)
 
     async def classify(self, task: str, image: Image.Image) -> Prediction:

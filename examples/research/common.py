@@ -25,7 +25,7 @@ from transformers import (
     get_cosine_schedule_with_warmup,
 )
 
-from provpt_peft import ProVPTConfig, RelocationConfig, Relocator, create_provpt_optimizer
+from provpt_peft import ProVPTConfig, RelocationConfig, Relocator
 
 from ..dinov2_small import prepare
 from .tasks import Split
@@ -130,9 +130,15 @@ def starting_prompts(
     return even(budget - reserve, num_blocks), reserve
 
 
-def make_optimizer(model: PeftModel) -> torch.optim.Optimizer:
-    """AdamW with the demo's learning rates, 3e-3 for prompts and 1e-3 for the head."""
-    return create_provpt_optimizer(model, torch.optim.AdamW, lr=3e-3, head_lr=1e-3)
+def make_optimizer(
+    model: torch.nn.Module, learning_rate: float = 3e-3, head_learning_rate: float = 1e-3
+) -> torch.optim.Optimizer:
+    """AdamW with a rate for what is trained in the backbone, prompts or LoRA, and one for the head."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    head = [p for name, p in trained.items() if "classifier" in name]
+    inside = [p for name, p in trained.items() if "classifier" not in name]
+    groups = [{"params": inside, "lr": learning_rate}, {"params": head, "lr": head_learning_rate}]
+    return torch.optim.AdamW([group for group in groups if group["params"]], weight_decay=0.0)
 
 
 def train_epoch(

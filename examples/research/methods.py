@@ -181,15 +181,6 @@ def make_method_relocator(
     return None if config is None else make_relocator(config, model, optimizer, train, seed)
 
 
-def make_optimizer(model: torch.nn.Module, learning_rate: float, head_learning_rate: float) -> torch.optim.Optimizer:
-    """AdamW with a rate for what is trained in the backbone, and one for the head."""
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    head = [p for name, p in trained.items() if "classifier" in name]
-    inside = [p for name, p in trained.items() if "classifier" not in name]
-    groups = [{"params": inside, "lr": learning_rate}, {"params": head, "lr": head_learning_rate}]
-    return torch.optim.AdamW([group for group in groups if group["params"]], weight_decay=0.0)
-
-
 def describe(
     method: str,
     model: torch.nn.Module,

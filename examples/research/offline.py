@@ -27,7 +27,7 @@ import torch
 from tqdm.auto import tqdm
 
 from . import tasks
-from .common import append_lines, fit, mean_and_error, read_lines, results_parser
+from .common import append_lines, fit, make_optimizer, mean_and_error, read_lines, results_parser
 from .methods import (
     METHODS,
     PRUNE_SHARES,
@@ -38,7 +38,6 @@ from .methods import (
     grid_of,
     make_method_relocator,
     make_model,
-    make_optimizer,
     print_tables,
     read_runs,
     recipe_of,

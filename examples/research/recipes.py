@@ -19,8 +19,8 @@ import torch
 from tqdm.auto import tqdm
 
 from . import tasks
-from .common import append_lines, fit, mean_and_error, read_lines, results_parser
-from .methods import FIRST, Recipe, make_model, make_optimizer
+from .common import append_lines, fit, make_optimizer, mean_and_error, read_lines, results_parser
+from .methods import FIRST, Recipe, make_model
 
 
 # Of the runs with batches of 32, none is clipped.
