@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from peft import get_peft_model
 import provpt_peft
 from provpt_peft import ProVPTConfig, RelocationConfig, Relocator
 from provpt_peft.backbone.families import find_blocks
+from provpt_peft.optimizer import PROMPTS_LR, prompts_lr
 
 from .common import (
     PAPER_DROPOUT,
@@ -77,14 +78,14 @@ class Recipe:
 
 # One rate for all that is trained, as version 0.1 had it.
 FIRST = Recipe((1e-3, 3e-3), None, warmup=0.0, prompt_dropout=PAPER_DROPOUT, batch_size=32, max_grad_norm=None)
-# Each method's own, from recipes.py.
-PROMPTS = Recipe((3e-3,), batch_size=8)
+# Each method's own, from recipes.py. The prompts' rate is that of 5 a block, see `recipe_of`.
+PROMPTS = Recipe((PROMPTS_LR,), batch_size=8)
 LORA = Recipe((3e-3,))
 HEAD = Recipe((3e-3, 1e-2), head_learning_rate=None)
 
 
-def recipe_of(method: str, name: str) -> Recipe:
-    """A method's recipe by name, `"first"` or `"own"`.
+def recipe_of(method: str, name: str, num_prompts: int) -> Recipe:
+    """A method's recipe by name, `"first"` or `"own"`, for a number of prompts a block.
 
     Raises:
         ValueError: If a method has no recipe of its own.
@@ -93,7 +94,7 @@ def recipe_of(method: str, name: str) -> Recipe:
         return FIRST
     for beginning, recipe in {"vpt": PROMPTS, "pro-vpt": PROMPTS, "lora": LORA, "linear": HEAD}.items():
         if method.startswith(beginning):
-            return recipe
+            return replace(recipe, learning_rates=(prompts_lr(num_prompts),)) if recipe is PROMPTS else recipe
     raise ValueError(f"There is no recipe of its own for {method!r}. Give it `--recipe first`.")
 
 

@@ -72,7 +72,7 @@ def settings_of(recipe: Recipe) -> dict[str, Any]:
 def run(method: str, task_name: str, seed: int, setting: Setting, args: argparse.Namespace) -> dict[str, Any]:
     """Train and test once. Returns the line of the results; accuracies in percent."""
     learning_rate, prune_share = setting
-    recipe = recipe_of(method, args.recipe)
+    recipe = recipe_of(method, args.recipe, args.num_prompts)
     task = tasks.load(task_name, args.image_size, args.train_images, args.validation_images, seed)
     data_hash = tasks.data_hash(task)
     # Other versions of a package may draw or split otherwise.
@@ -114,13 +114,14 @@ def finished(args: argparse.Namespace) -> list[dict[str, Any]]:
     lines = read_runs(args.output, protocol(args))
     if args.recipe == "first":  # lines of version 0.1 do not say what is in it
         return lines
-    recipes = {method: settings_of(recipe_of(method, args.recipe)) for method in {line["method"] for line in lines}}
+    methods = {line["method"] for line in lines}
+    recipes = {method: settings_of(recipe_of(method, args.recipe, args.num_prompts)) for method in methods}
     return [line for line in lines if recipes[line["method"]].items() <= line.items()]
 
 
 def grid(method: str, args: argparse.Namespace) -> list[Setting]:
     """The settings of a method's search."""
-    rates = args.learning_rates or recipe_of(method, args.recipe).learning_rates
+    rates = args.learning_rates or recipe_of(method, args.recipe, args.num_prompts).learning_rates
     return grid_of(method, dict(zip(CHOSEN, (rates, args.prune_shares), strict=True)))
 
 
@@ -164,25 +165,26 @@ def compare_numbers(args: argparse.Namespace) -> None:
         for n in counts
         for (method, task), lines in chosen_runs(argparse.Namespace(**vars(args) | {"num_prompts": n})).items()
     }
-    # The numbers that both methods have of a task.
-    drawn = {task: [n for n in counts if all((task, n, m) in accuracies for m in COLOURS)] for task in tasks.TASKS}
+    # The methods that were run with more than one number, and the numbers that all of them have of a task.
+    methods = [m for m in COLOURS if len({n for _, n, method in accuracies if method == m}) >= 2]
+    drawn = {task: [n for n in counts if all((task, n, m) in accuracies for m in methods)] for task in tasks.TASKS}
     names = [task for task in tasks.TASKS if len(drawn[task]) >= 2]
-    if not names:
+    if not methods or not names:
         return
     header = ["task", "method", *(f"{n} a block" for n in counts), "spread"]
     print(f"\n| {' | '.join(header)} |\n|{' --- |' * len(header)}")
     figure, axes = plt.subplots(1, len(names), figsize=(4.5 * len(names), 3.4), squeeze=False)
     for axis, task in zip(axes[0], names, strict=True):
         # Seeds have their own data, so a spread is over the seeds that all of its runs have.
-        seeds = sorted(set.intersection(*(set(accuracies[task, n, m]) for n in drawn[task] for m in COLOURS)))
-        for method, colour in COLOURS.items():
+        seeds = sorted(set.intersection(*(set(accuracies[task, n, m]) for n in drawn[task] for m in methods)))
+        for method in methods:
             runs = {n: [accuracies[task, n, method][seed] for seed in seeds] for n in drawn[task]}
             means = [statistics.mean(values) for values in runs.values()]
             cells = [f"{mean_and_error(runs[n])} ({len(seeds)})" if n in runs else "" for n in counts]
             print(f"| {task} | {method} | {' | '.join(cells)} | {statistics.stdev(means):.2f} |")
             for n, values in runs.items():
-                axis.plot([n] * len(seeds), values, ".", color=colour, markersize=3)
-            axis.plot(drawn[task], means, marker="o", color=colour, label=method)
+                axis.plot([n] * len(seeds), values, ".", color=COLOURS[method], markersize=3)
+            axis.plot(drawn[task], means, marker="o", color=COLOURS[method], label=method)
         axis.set_xscale("log")
         axis.set_xticks(drawn[task], [str(n) for n in drawn[task]])
         axis.minorticks_off()
@@ -191,7 +193,7 @@ def compare_numbers(args: argparse.Namespace) -> None:
         axis.set_title(task, fontsize=10)
     axes[0][0].legend(fontsize=8)
     figure.tight_layout()
-    save(figure, args.pictures / "robustness.png")
+    save(figure, args.pictures / {"own": "numbers_of_prompts.png", "first": "robustness.png"}[args.recipe])
 
 
 def main() -> None:
