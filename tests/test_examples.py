@@ -20,6 +20,7 @@ from transformers import AutoModelForImageClassification, ViTImageProcessor
 
 from examples import dinov2_small
 from examples import finetune_image_classification as classification
+from examples.research.ceiling import shares
 from provpt_peft import load_image_classifier
 
 
@@ -453,6 +454,45 @@ def test_offline_suite_with_all_methods(run_script, tmp_path, checkpoint):
     assert trained["pro-vpt-B"] == 330 + 512
     totals = {method: sum(line["distribution"]) for method, line in lines.items() if line["distribution"]}
     assert (totals["pro-vpt-A"], totals["pro-vpt-B"], totals["pro-vpt-adding"]) == (4, 8, 8)
+
+
+def test_ceiling_splits_a_variance():
+    # Rows differ by 4, columns by 2: variances 8 and 2.
+    assert shares([[1, 3], [5, 7]]) == pytest.approx((8, 2, 0))
+    # Residuals of 1 in each cell, with one degree of freedom: 4. Rows: (16 - 4) / 2. Columns are alike: below 0.
+    assert shares([[1, 3], [7, 5]]) == pytest.approx((6, 0, 4))
+
+
+def test_ceiling_runs_the_best_on_fresh_seeds(run_script, tmp_path, checkpoint):
+    arguments = (
+        "ceiling", "--model_name_or_path", checkpoint, "--tasks", "digits", "--epochs", 1, "--train_images", 32,
+        "--image_size", 32, "--budgets", 6, "--distributions", 3, "--fresh_seeds", 7, 8,
+        "--output", tmp_path / "results.jsonl", "--pictures", tmp_path,
+    )  # fmt: skip
+    output = run_script(*arguments)
+    lines = read_results(tmp_path)
+    search, fresh = lines[:8], lines[8:]
+    # Even over 4 blocks, and three random ones, on two seeds.
+    assert [line["counts"] for line in search if line["distribution"] == "uniform"] == [[2, 2, 1, 1]] * 2
+    assert {(line["distribution"], line["seed"]) for line in search} == {
+        (name, seed) for name in ("uniform", "random 0", "random 1", "random 2") for seed in (0, 1)
+    }
+    assert all(sum(line["counts"]) == 6 and line["test_accuracy"] > 0 for line in lines)
+    validated = {
+        name: sum(line["validation_accuracy"] for line in search if line["distribution"] == name)
+        for name in ("random 0", "random 1", "random 2")
+    }
+    best = max(validated, key=validated.get)
+    assert [(line["distribution"], line["seed"]) for line in fresh] == [
+        ("uniform", 7), (best, 7), ("uniform", 8), (best, 8),
+    ]  # fmt: skip
+    differences = [fresh[i + 1]["test_accuracy"] - fresh[i]["test_accuracy"] for i in (0, 2)]
+    assert f"| {sum(differences) / 2:+.1f} ± {abs(differences[0] - differences[1]) / 2:.1f} (2) |" in output
+    with Image.open(tmp_path / "distributions.png") as picture:
+        assert picture.width > 300
+    # Nothing is run twice.
+    run_script(*arguments)
+    assert len(read_results(tmp_path)) == len(lines)
 
 
 VTAB_METHODS = (

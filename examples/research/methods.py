@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,10 @@ class Recipe:
     prompt_dropout: float = 0.0
     batch_size: int = 16
     max_grad_norm: float | None = 1.0
+
+    def settings(self) -> dict[str, Any]:
+        """The recipe as a run's line has it, beside its learning rate."""
+        return {name: value for name, value in asdict(self).items() if name != "learning_rates"}
 
     def schedule(self) -> dict[str, Any]:
         """What `fit` takes of it."""

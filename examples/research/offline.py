@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ from .common import append_lines, fit, make_optimizer, mean_and_error, read_line
 from .methods import (
     METHODS,
     PRUNE_SHARES,
-    Recipe,
     Setting,
     best_of_grid,
     describe,
@@ -64,11 +62,6 @@ def protocol(args: argparse.Namespace) -> dict[str, Any]:
     return {"recipe": args.recipe} | backbone | {name: getattr(args, name) for name in names}
 
 
-def settings_of(recipe: Recipe) -> dict[str, Any]:
-    """A recipe as a run's line has it, beside its learning rate."""
-    return {name: value for name, value in asdict(recipe).items() if name != "learning_rates"}
-
-
 def run(method: str, task_name: str, seed: int, setting: Setting, args: argparse.Namespace) -> dict[str, Any]:
     """Train and test once. Returns the line of the results; accuracies in percent."""
     learning_rate, prune_share = setting
@@ -97,7 +90,7 @@ def run(method: str, task_name: str, seed: int, setting: Setting, args: argparse
         "seed": seed,
         "learning_rate": learning_rate,
         "prune_share": prune_share,
-        **settings_of(recipe),
+        **recipe.settings(),
         **protocol(args),
         "train_loss": loss,
         "validation_accuracy": 100 * tasks.evaluate(model, task.validation)[1],
@@ -115,7 +108,7 @@ def finished(args: argparse.Namespace) -> list[dict[str, Any]]:
     if args.recipe == "first":  # lines of version 0.1 do not say what is in it
         return lines
     methods = {line["method"] for line in lines}
-    recipes = {method: settings_of(recipe_of(method, args.recipe, args.num_prompts)) for method in methods}
+    recipes = {method: recipe_of(method, args.recipe, args.num_prompts).settings() for method in methods}
     return [line for line in lines if recipes[line["method"]].items() <= line.items()]
 
 

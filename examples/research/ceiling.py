@@ -1,0 +1,278 @@
+"""What is a distribution of the prompts worth? Accuracy with fixed ones: the uniform one, and random ones beside it.
+
+    python -m examples.research.ceiling                   # runs what is missing: 800 short ones, then the fresh seeds'
+    python -m examples.research.ceiling --budgets 12 --tasks location
+    python -m examples.research.ceiling --report          # prints the tables and draws the picture of what is there
+
+Each budget has 24 distributions, the same for all tasks and seeds: a bump somewhere in the backbone, wide or narrow,
+with noise (`random_counts`). Nothing moves in training. The best tenth by validation accuracy over two seeds is then
+run against the uniform one on other seeds and their images. Each run is one line of the results file.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from argparse import Namespace
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from peft import get_peft_model
+from scipy.stats import spearmanr
+from tqdm.auto import tqdm
+from transformers import AutoConfig
+
+from provpt_peft import ProVPTConfig
+from provpt_peft.optimizer import HEAD_LR, PROMPTS_LR
+
+from ..dinov2_small import prepare
+from . import tasks
+from .common import (
+    append_lines,
+    even,
+    fit,
+    make_base,
+    make_optimizer,
+    mean_and_error,
+    read_lines,
+    results_parser,
+)
+from .methods import PROMPTS
+from .pictures import BLUE, GREEN, ORANGE, VERMILLION, plt, save
+
+
+TASKS = ("location", "count", "distance", "digits")
+BUDGETS = (12, 6, 24, 60)
+COLOURS = (VERMILLION, ORANGE, GREEN, BLUE)
+UNIFORM = "uniform"
+# The share of the distributions that is run on the fresh seeds.
+BEST = 0.1
+
+
+def random_counts(budget: int, num_blocks: int, number: int) -> list[int]:
+    """Prompts in each block in random distribution `number` of a budget: multinomial, with weights of a normal bump
+    whose centre (anywhere in the backbone) and width (1 to 6 blocks) are random, times exponential noise."""
+    generator = torch.Generator().manual_seed(1000 * budget + number)
+    centre, width = torch.rand(2, generator=generator).tolist()
+    distances = torch.arange(num_blocks) - centre * (num_blocks - 1)
+    weights = torch.exp(-(distances**2) / 2 / (1 + 5 * width) ** 2)
+    weights *= torch.empty(num_blocks).exponential_(generator=generator)
+    chosen = torch.multinomial(weights, budget, replacement=True, generator=generator)
+    return torch.bincount(chosen, minlength=num_blocks).tolist()
+
+
+def distributions(budget: int, args: Namespace) -> dict[str, list[int]]:
+    """The distributions of a budget by name."""
+    numbers = range(args.distributions)
+    return {UNIFORM: even(budget, args.num_blocks)} | {
+        f"random {number}": random_counts(budget, args.num_blocks, number) for number in numbers
+    }
+
+
+def run(task_name: str, budget: int, name: str, seed: int, args: Namespace) -> dict[str, Any]:
+    """Train and test once. Returns the line of the results; accuracies in percent."""
+    counts = distributions(budget, args)[name]
+    task = tasks.load(task_name, args.image_size, args.train_images, args.validation_images, seed)
+    base = make_base(task.num_labels, seed, args.model_name_or_path)
+    torch.manual_seed(seed)
+    model = get_peft_model(base, ProVPTConfig(num_prompts=counts, modules_to_save=["classifier"]))
+    optimizer = make_optimizer(model, PROMPTS_LR, HEAD_LR)
+    loss = fit(model, optimizer, task.train, args.epochs, seed, **PROMPTS.schedule())
+    return {
+        "suite": "ceiling", "task": task_name, "budget": budget, "distribution": name, "counts": counts, "seed": seed,
+        **protocol(args), "learning_rate": PROMPTS_LR, **PROMPTS.settings(),
+        "train_loss": loss,
+        "validation_accuracy": 100 * tasks.evaluate(model, task.validation)[1],
+        "test_accuracy": 100 * tasks.evaluate(model, task.test)[1],
+        "data_hash": tasks.data_hash(task), "date": str(date.today()), "torch": torch.__version__,
+    }  # fmt: skip
+
+
+def protocol(args: Namespace) -> dict[str, Any]:
+    """What all runs have in common."""
+    names = ("epochs", "train_images", "validation_images", "image_size")
+    return {"model": str(args.model_name_or_path or "DINOv2-S")} | {name: getattr(args, name) for name in names}
+
+
+class Results:
+    """The runs of a results file that followed the protocol, by task, budget, distribution and seed."""
+
+    def __init__(self, args: Namespace) -> None:
+        lines = read_lines(args.output, {"suite": "ceiling"} | protocol(args))
+        self.args = args
+        self.lines = {(x["task"], x["budget"], x["distribution"], x["seed"]): x for x in lines}
+
+    def values(self, task: str, budget: int, seeds: list[int], metric: str) -> dict[str, list[float]]:
+        """A metric of each distribution that has been run with all of some seeds, the uniform one first."""
+        found = {
+            name: [self.lines.get((task, budget, name, seed)) for seed in seeds]
+            for name in distributions(budget, self.args)
+        }
+        return {name: [line[metric] for line in runs if line] for name, runs in found.items() if all(runs)}
+
+    def complete(self, task: str, budget: int) -> bool:
+        """Whether the search's runs of a task and budget are all there."""
+        return next(self.missing(task, budget, fresh=False), None) is None
+
+    def best(self, task: str, budget: int) -> list[str]:
+        """The best tenth of the random distributions by validation accuracy; none before all have been run."""
+        if not self.complete(task, budget):
+            return []
+        accuracies = self.values(task, budget, self.args.seeds, "validation_accuracy")
+        ranked = sorted(set(accuracies) - {UNIFORM}, key=lambda name: statistics.mean(accuracies[name]), reverse=True)
+        return ranked[: math.ceil(BEST * len(ranked))]
+
+    def missing(self, task: str, budget: int, fresh: bool) -> Iterator[tuple[str, int, str, int]]:
+        """The runs of a task and budget that are still to be made: the search's, or those on the fresh seeds."""
+        names = distributions(budget, self.args) if not fresh else [UNIFORM, *self.best(task, budget)]
+        if fresh and len(names) == 1:
+            return
+        for seed in self.args.fresh_seeds if fresh else self.args.seeds:
+            for name in names:
+                if (task, budget, name, seed) not in self.lines:
+                    yield task, budget, name, seed
+
+
+class Shares(NamedTuple):
+    """Components of the variance of a table's cells, of which each is one run."""
+
+    distribution: float
+    seed: float
+    rest: float
+
+
+def shares(table: list[list[float]]) -> Shares:
+    """Split the variance of a table, a row a distribution and a column a seed, as two-way analysis of variance with
+    random effects does: each effect's mean square less what the rest adds to it, over the number of its cells. An
+    estimate may come out below 0, and is then 0."""
+    cells = torch.tensor(table, dtype=torch.float64)
+    rows, columns = cells.shape
+    effect_of_row = cells.mean(1, keepdim=True) - cells.mean()
+    effect_of_column = cells.mean(0, keepdim=True) - cells.mean()
+    rest = ((cells - cells.mean() - effect_of_row - effect_of_column) ** 2).sum() / ((rows - 1) * (columns - 1))
+    of_rows = columns * (effect_of_row**2).sum() / (rows - 1)
+    of_columns = rows * (effect_of_column**2).sum() / (columns - 1)
+    return Shares(
+        max(0.0, ((of_rows - rest) / columns).item()), max(0.0, ((of_columns - rest) / rows).item()), rest.item()
+    )
+
+
+def first_block(counts: list[int]) -> float:
+    """The first block that has prompts, from 1."""
+    return next(block for block, count in enumerate(counts, 1) if count)
+
+
+def centre(counts: list[int]) -> float:
+    """The mean block of a prompt, from 1."""
+    return sum(block * count for block, count in enumerate(counts, 1)) / sum(counts)
+
+
+def used_blocks(counts: list[int]) -> float:
+    """Effective number of blocks that are used: the exponential of the distribution's entropy."""
+    used = [count / sum(counts) for count in counts if count]
+    return math.exp(-sum(share * math.log(share) for share in used))
+
+
+TRAITS = {"first block": first_block, "centre of mass": centre, "blocks used": used_blocks}
+
+
+def gains(results: Results, task: str, budget: int) -> list[float]:
+    """Test accuracy of the best tenth minus the uniform distribution's, of each fresh seed: the best tenth's mean."""
+    accuracies = results.values(task, budget, results.args.fresh_seeds, "test_accuracy")
+    best = [accuracies[name] for name in results.best(task, budget) if name in accuracies]
+    if not best or UNIFORM not in accuracies:
+        return []
+    by_seed = zip(zip(*best, strict=True), accuracies[UNIFORM], strict=True)
+    return [statistics.mean(of_seed) - uniform for of_seed, uniform in by_seed]
+
+
+def random_ones(results: Results, task: str, budget: int) -> tuple[float, dict[str, list[float]]]:
+    """Mean test accuracy of the uniform distribution over the search's seeds, and the random ones' by seed."""
+    accuracies = results.values(task, budget, results.args.seeds, "test_accuracy")
+    return statistics.mean(accuracies.pop(UNIFORM)), accuracies
+
+
+def print_table(results: Results) -> None:
+    """Print a row for each task and budget that has all runs of the search."""
+    args = results.args
+    header = ["task", "prompts", "uniform", "random", "lowest", "highest", "distribution", "seed", "rest"]
+    header += [*TRAITS, "best tenth - uniform, fresh seeds"]
+    print(f"\n| {' | '.join(header)} |\n|{' --- |' * len(header)}")
+    for task, budget in itertools.product(args.tasks, sorted(args.budgets)):
+        if not results.complete(task, budget):
+            continue
+        uniform, accuracies = random_ones(results, task, budget)
+        means = [statistics.mean(runs) for runs in accuracies.values()]
+        counts = [distributions(budget, args)[name] for name in accuracies]
+        ranks = [spearmanr(list(map(trait, counts)), means).statistic for trait in TRAITS.values()]
+        numbers = [uniform, statistics.mean(means), min(means), max(means), *shares(list(accuracies.values()))]
+        pairs = gains(results, task, budget)
+        cells = [task, str(budget), *(f"{number:.1f}" for number in numbers), *(f"{rank:+.2f}" for rank in ranks)]
+        cells.append(f"{mean_and_error(pairs, '+.1f')} ({len(pairs)})" if pairs else "")
+        print(f"| {' | '.join(cells)} |")
+
+
+def draw(results: Results, path: Path) -> None:
+    """Each random distribution's accuracy over its mean block, the larger the dot the more blocks are used."""
+    args = results.args
+    tasks_drawn = [task for task in args.tasks if any(results.complete(task, budget) for budget in args.budgets)]
+    if not tasks_drawn:
+        return
+    figure, axes = plt.subplots(1, len(tasks_drawn), figsize=(3.6 * len(tasks_drawn), 3.6), squeeze=False)
+    for axis, task in zip(axes[0], tasks_drawn, strict=True):
+        for position, budget in enumerate(sorted(args.budgets)):
+            if results.complete(task, budget):
+                uniform, accuracies = random_ones(results, task, budget)
+                counts = [distributions(budget, args)[name] for name in accuracies]
+                axis.scatter(
+                    list(map(centre, counts)),
+                    [statistics.mean(runs) - uniform for runs in accuracies.values()],
+                    s=[8 + 6 * used_blocks(of_name) for of_name in counts],
+                    color=COLOURS[position % len(COLOURS)], alpha=0.7, linewidths=0, label=f"{budget} prompts",
+                )  # fmt: skip
+        axis.axhline(0, color="0.6", linewidth=0.8)
+        axis.set_xlabel("mean block of a prompt")
+        axis.set_title(task, fontsize=10)
+        axis.legend(fontsize=7)
+    axes[0][0].set_ylabel("test accuracy minus that of uniform (points)")
+    figure.tight_layout()
+    save(figure, path)
+
+
+def main() -> None:
+    parser = results_parser(
+        __doc__, "ceiling", checkpoint=True, epochs=15, train_images=400, validation_images=500, image_size=28,
+        threads=1,
+    )  # fmt: skip
+    parser.add_argument(
+        "--tasks", nargs="+", default=list(TASKS), choices=tasks.TASKS, help=f"default: {' '.join(TASKS)}"
+    )
+    parser.add_argument(
+        "--budgets",
+        nargs="+",
+        type=int,
+        default=list(BUDGETS),
+        help="prompts in all, up to four numbers (default: 12 6 24 60)",
+    )
+    parser.add_argument("--distributions", type=int, default=24, help="random ones of a budget (default: 24)")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1], help="of the search (default: 0 1)")
+    parser.add_argument("--fresh_seeds", nargs="+", type=int, default=[2, 3, 4, 5], help="default: 2 3 4 5")
+    parser.add_argument("--pictures", type=Path, default=Path("docs/images"), help="folder of the picture")
+    args = parser.parse_args()
+    args.num_blocks = AutoConfig.from_pretrained(args.model_name_or_path or prepare()).num_hidden_layers
+    torch.set_num_threads(args.threads)
+    for budget in [] if args.report else args.budgets:
+        for fresh in (False, True):
+            wanted = [key for task in args.tasks for key in Results(args).missing(task, budget, fresh)]
+            for key in tqdm(wanted, desc=f"{budget} prompts, {'fresh seeds' if fresh else 'search'}"):
+                append_lines(args.output, [run(*key, args)])
+    print_table(Results(args))
+    draw(Results(args), args.pictures / "distributions.png")
+
+
+if __name__ == "__main__":
+    main()
