@@ -11,8 +11,7 @@ import torch
 from scipy import ndimage
 
 from examples.research import cost, offline, overheads, tasks
-from examples.research.adjustments import variance_components
-from examples.research.common import append_lines, peak_memory, starting_prompts
+from examples.research.common import append_lines, peak_memory, starting_prompts, variance_components
 from examples.research.methods import print_tables, read_runs, relocation_config, relocation_settings
 
 
@@ -69,13 +68,15 @@ def test_a_relocation_is_timed_that_moves_a_prompt():
 
 
 def test_variance_components():
-    # Three blocks differ by 1, repeats by a constant: all of it is the blocks', and their variance is 1.
-    assert variance_components(torch.tensor([[1.0, 2, 3], [5, 6, 7]])) == (1.0, 0.0)
-    # The same difference with its sign turned: nothing is the blocks'. MS_rest = (1 + 0 + 1) * 2 / 2.
-    assert variance_components(torch.tensor([[1.0, 2, 3], [3, 2, 1]])) == (0.0, 2.0)
-    # Effects -1, 0, 1 and residuals ±0.5 in two of the blocks: MS_block = 2 * 2 / 2, MS_rest = 4 * 0.25 / 2.
-    block, rest = variance_components(torch.tensor([[-1.5, 0.5, 1], [-0.5, -0.5, 1]]))
-    assert (block, rest) == (pytest.approx((2 - 0.5) / 2), pytest.approx(0.5))
+    # Three columns differ by 1 and two rows by 4, without a rest: variances 1 and 8.
+    assert variance_components(torch.tensor([[1.0, 2, 3], [5, 6, 7]])) == (1.0, 8.0, 0.0)
+    # The same difference of the columns with its sign turned: nothing is theirs. MS_rest = (1 + 0 + 1) * 2 / 2.
+    assert variance_components(torch.tensor([[1.0, 2, 3], [3, 2, 1]])) == (0.0, 0.0, 2.0)
+    # Effects -1, 0, 1 and residuals ±0.5 in two of the columns: MS_columns = 2 * 2 / 2, MS_rest = 4 * 0.25 / 2.
+    columns, rows, rest = variance_components(torch.tensor([[-1.5, 0.5, 1], [-0.5, -0.5, 1]]))
+    assert (columns, rows, rest) == (pytest.approx((2 - 0.5) / 2), 0.0, pytest.approx(0.5))
+    # Rows differ by 4, residuals are 1: (2 * 8 - 4) / 2, and a rest of 4 with one degree of freedom.
+    assert variance_components(torch.tensor([[1.0, 3], [7, 5]])) == (0.0, 6.0, 4.0)
 
 
 def test_table_of_accuracies(capsys):

@@ -20,7 +20,6 @@ from transformers import AutoModelForImageClassification, ViTImageProcessor
 
 from examples import dinov2_small
 from examples import finetune_image_classification as classification
-from examples.research.ceiling import shares
 from provpt_peft import load_image_classifier
 
 
@@ -454,13 +453,6 @@ def test_offline_suite_with_all_methods(run_script, tmp_path, checkpoint):
     assert trained["pro-vpt-B"] == 330 + 512
     totals = {method: sum(line["distribution"]) for method, line in lines.items() if line["distribution"]}
     assert (totals["pro-vpt-A"], totals["pro-vpt-B"], totals["pro-vpt-adding"]) == (4, 8, 8)
-
-
-def test_ceiling_splits_a_variance():
-    # Rows differ by 4, columns by 2: variances 8 and 2.
-    assert shares([[1, 3], [5, 7]]) == pytest.approx((8, 2, 0))
-    # Residuals of 1 in each cell, with one degree of freedom: 4. Rows: (16 - 4) / 2. Columns are alike: below 0.
-    assert shares([[1, 3], [7, 5]]) == pytest.approx((6, 0, 4))
 
 
 def test_ceiling_runs_the_best_on_fresh_seeds(run_script, tmp_path, checkpoint):

@@ -39,6 +39,7 @@ from .common import (
     results_parser,
     score_batch,
     train_epoch,
+    variance_components,
 )
 from .pictures import BLUE, GREEN, VERMILLION, plt, save
 
@@ -157,19 +158,6 @@ def run(task_name: str, eps: float, adjustments: list[str], args: argparse.Names
             measure_stage(bench, cell, adjustments, args.output)
 
 
-def variance_components(rewards: torch.Tensor) -> tuple[float, float]:
-    """Variance over blocks and that of the rest, of rewards (repeats, L). A constant of each repeat is left out.
-
-    With the mean squares of an analysis of variance, the first is (MS_block - MS_rest) / repeats, not below 0.
-    """
-    repeats, blocks = rewards.shape
-    within = rewards - rewards.mean(dim=1, keepdim=True)
-    effects = within.mean(dim=0)
-    of_blocks = repeats * effects.square().sum().item() / (blocks - 1)
-    rest = (within - effects).square().sum().item() / ((blocks - 1) * (repeats - 1))
-    return max(of_blocks - rest, 0.0) / repeats, rest
-
-
 def cells_of(lines: list[dict[str, Any]]) -> dict[tuple[str, float, int, str], list[dict[str, Any]]]:
     """The repeats of each task, epsilon, epoch and adjustment."""
     cells: dict[tuple[str, float, int, str], list[dict[str, Any]]] = {}
@@ -207,7 +195,7 @@ def report(path: Path, pictures: Path) -> None:
         if len(found) >= 2:
             values = [rewards_of(found, reward) for reward in ("paper", "counterfactual")]
             values.append(by_repeat_and_block(found, "tuned", "loss"))
-            shares = [block / (block + rest) for block, rest in map(variance_components, values)]
+            shares = [block / (block + rest) for block, _, rest in map(variance_components, values)]
             cells = " | ".join(f"{share:.2f}" for share in shares)
             print(f"| {task} | {eps} | {epoch} | {adjustment} | {cells} |")
 

@@ -31,8 +31,8 @@ from tqdm.auto import tqdm
 from provpt_peft import PPOConfig
 from provpt_peft.relocation.policies import Policy, PolicyState, make_policy
 
-from .adjustments import cells_of, rewards_of, variance_components
-from .common import read_lines
+from .adjustments import cells_of, rewards_of
+from .common import read_lines, variance_components
 from .pictures import BLACK, GREEN, ORANGE, SKY, VERMILLION, plt, save
 
 
@@ -143,7 +143,7 @@ def fitted_noise(path: Path) -> tuple[float, float]:
     components = [
         variance_components(rewards_of(cell, "counterfactual")) for cell in cells_of(lines).values() if len(cell) >= 2
     ]
-    of_blocks, rest = np.mean(components, axis=0)
+    of_blocks, _, rest = np.mean(components, axis=0)
     if of_blocks == 0.0:
         raise ValueError(f"The blocks explain nothing of the rewards in {path}, so noise has no scale there.")
     stderr = np.concatenate([line["idleness_stderr"] for line in lines])

@@ -18,7 +18,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from peft import get_peft_model
@@ -40,6 +40,7 @@ from .common import (
     mean_and_error,
     read_lines,
     results_parser,
+    variance_components,
 )
 from .methods import PROMPTS
 from .pictures import BLUE, GREEN, ORANGE, VERMILLION, plt, save
@@ -137,30 +138,6 @@ class Results:
                     yield task, budget, name, seed
 
 
-class Shares(NamedTuple):
-    """Components of the variance of a table's cells, of which each is one run."""
-
-    distribution: float
-    seed: float
-    rest: float
-
-
-def shares(table: list[list[float]]) -> Shares:
-    """Split the variance of a table, a row a distribution and a column a seed, as two-way analysis of variance with
-    random effects does: each effect's mean square less what the rest adds to it, over the number of its cells. An
-    estimate may come out below 0, and is then 0."""
-    cells = torch.tensor(table, dtype=torch.float64)
-    rows, columns = cells.shape
-    effect_of_row = cells.mean(1, keepdim=True) - cells.mean()
-    effect_of_column = cells.mean(0, keepdim=True) - cells.mean()
-    rest = ((cells - cells.mean() - effect_of_row - effect_of_column) ** 2).sum() / ((rows - 1) * (columns - 1))
-    of_rows = columns * (effect_of_row**2).sum() / (rows - 1)
-    of_columns = rows * (effect_of_column**2).sum() / (columns - 1)
-    return Shares(
-        max(0.0, ((of_rows - rest) / columns).item()), max(0.0, ((of_columns - rest) / rows).item()), rest.item()
-    )
-
-
 def first_block(counts: list[int]) -> float:
     """The first block that has prompts, from 1."""
     return next(block for block, count in enumerate(counts, 1) if count)
@@ -209,7 +186,13 @@ def print_table(results: Results) -> None:
         means = [statistics.mean(runs) for runs in accuracies.values()]
         counts = [distributions(budget, args)[name] for name in accuracies]
         ranks = [spearmanr(list(map(trait, counts)), means).statistic for trait in TRAITS.values()]
-        numbers = [uniform, statistics.mean(means), min(means), max(means), *shares(list(accuracies.values()))]
+        numbers = [
+            uniform,
+            statistics.mean(means),
+            min(means),
+            max(means),
+            *variance_components(torch.tensor(list(accuracies.values())).T),
+        ]
         pairs = gains(results, task, budget)
         cells = [task, str(budget), *(f"{number:.1f}" for number in numbers), *(f"{rank:+.2f}" for rank in ranks)]
         cells.append(f"{mean_and_error(pairs, '+.1f')} ({len(pairs)})" if pairs else "")

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
@@ -217,6 +217,25 @@ def exact_idleness(model: PeftModel, part: Split) -> torch.Tensor:
     """Eq. 4 itself: the loss with a prompt minus the loss without it, for each prompt in turn, (N,)."""
     relocator = Relocator(model, RelocationConfig(idleness="exact"), score_batches=[as_batch(part)])
     return relocator.measure()[0].score
+
+
+class Components(NamedTuple):
+    """Variances that add up to that of a table's cells."""
+
+    columns: float
+    rows: float
+    rest: float
+
+
+def variance_components(table: torch.Tensor) -> Components:
+    """Split the variance of a table with one run a cell, as two-way analysis of variance with random effects does: an
+    effect's mean square less that of the rest, over the number of its cells. What comes out below 0 is 0."""
+    rows, columns = table.shape
+    of_rows, of_columns = (table.mean(dim, keepdim=True) - table.mean() for dim in (1, 0))
+    rest = (table - table.mean() - of_rows - of_columns).square().sum().item() / ((rows - 1) * (columns - 1))
+    mean_square_rows = columns * of_rows.square().sum().item() / (rows - 1)
+    mean_square_columns = rows * of_columns.square().sum().item() / (columns - 1)
+    return Components(max(mean_square_columns - rest, 0.0) / rows, max(mean_square_rows - rest, 0.0) / columns, rest)
 
 
 def mean_and_spread(values: list[float]) -> str:
