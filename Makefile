@@ -1,19 +1,37 @@
-# Everything runs in a virtual environment of its own, .venv; PYTHON picks the interpreter it is made with.
+# Everything runs in a virtual environment of its own, .venv. Choose what it is made of on the command line:
+#
+#   make PYTHON=python3.12               the interpreter
+#   make TORCH_INDEX=https://download.pytorch.org/whl/cpu   where PyTorch comes from: this has builds for CPUs
+#   make TORCH="torch==2.14.1"           another PyTorch
+#   make SYSTEM_SITE=1                   use the PyTorch, and whatever else, that the interpreter already has
 PYTHON ?= python3
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
+SYSTEM_SITE ?=
 BIN := .venv/bin
 
-.PHONY: demo test test-all test-oldest coverage style quality docs clean
+.PHONY: demo test test-all test-oldest test-newest coverage style quality wheel docs clean
 
-# On Linux without a GPU the CPU build of torch comes first: a plain `torch` may bring gigabytes of CUDA.
-.venv/installed: pyproject.toml
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	if [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi > /dev/null; then \
-		$(BIN)/python -m pip install --quiet torch==2.13.0; fi
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+# $(call environment,FOLDER,WHAT FOR,PYTORCH,ARGUMENTS OF PIP INSTALL)
+define environment
+	@echo "Installing into $(1) $(2). PyTorch comes first: about 1 GB on disk as a build for CPUs, about 6 GB as the" \
+		"build for CUDA that the package index has for Linux. Variables at the top of the Makefile choose another one," \
+		"such as TORCH_INDEX=https://download.pytorch.org/whl/cpu"
+	$(PYTHON) -m venv $(if $(SYSTEM_SITE),--system-site-packages) $(1)
+	echo '*' > $(1)/.gitignore
+	$(1)/bin/python -m pip install --quiet --upgrade pip
+	$(if $(SYSTEM_SITE),,$(1)/bin/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(3))
+	$(1)/bin/python -m pip install --quiet $(4)
 	touch $@
+endef
 
-demo: .venv/installed
+.venv/installed: pyproject.toml
+	$(call environment,.venv,what tests and tools need,$(TORCH),--editable ".[dev]")
+
+.venv/demo: pyproject.toml
+	$(if $(wildcard .venv/installed),touch $@,$(call environment,.venv,what the demo needs,$(TORCH),--editable ".[examples]"))
+
+demo: .venv/demo
 	$(BIN)/python examples/dinov2_small.py .cache/dinov2-small
 	$(BIN)/python examples/finetune_image_classification.py \
 		--model_name_or_path .cache/dinov2-small --dataset_name digits --image_size 56 \
@@ -26,17 +44,23 @@ test: .venv/installed
 test-all: .venv/installed
 	$(BIN)/python -m pytest -m "slow or not slow"
 
-# The suite with the oldest releases that pyproject.toml allows, in an environment that git and ruff do not see.
+# The suite with the oldest releases that pyproject.toml allows, and with the newest that there are.
 .venv-oldest/installed: pyproject.toml tests/oldest.txt
-	$(PYTHON) -m venv .venv-oldest
-	echo '*' > .venv-oldest/.gitignore
-	.venv-oldest/bin/python -m pip install --quiet --upgrade pip
-	.venv-oldest/bin/python -m pip install --quiet --requirement tests/oldest.txt
-	.venv-oldest/bin/python -m pip install --quiet --constraint tests/oldest.txt --editable ".[test]"
-	touch $@
+	$(call environment,.venv-oldest,the oldest releases,--requirement tests/oldest.txt,--constraint tests/oldest.txt --editable ".[test]")
 
-test-oldest: .venv-oldest/installed
-	.venv-oldest/bin/python -m pytest -n 2
+.venv-newest/installed: pyproject.toml
+	$(call environment,.venv-newest,the newest releases,torch,--upgrade --upgrade-strategy eager --editable ".[test]")
+
+test-oldest test-newest: test-%: .venv-%/installed
+	.venv-$*/bin/python -m pytest -n 2
+
+# The wheel, checked, and tried in an environment that has its dependencies from .venv and nothing else of ours.
+wheel: .venv/installed
+	rm -rf dist .venv-wheel
+	$(BIN)/python -m build --quiet --outdir dist
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/check-wheel-contents dist/*.whl
+	$(BIN)/python tests/wheel.py dist .venv-wheel
 
 coverage: .venv/installed
 	$(BIN)/python -m pytest --cov
@@ -55,4 +79,4 @@ docs: .venv/installed
 	$(BIN)/python -m mkdocs build --strict
 
 clean:
-	rm -rf .venv .venv-oldest site outputs .cache build dist *.egg-info
+	rm -rf .venv .venv-oldest .venv-newest .venv-wheel site outputs .cache build dist *.egg-info

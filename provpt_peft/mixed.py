@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch._dynamo.decorators import mark_unbacked
+
+from .compiling import take_any_size
 
 
 # PEFT's name for no adapter.
@@ -62,9 +63,8 @@ class MixedBatch:
         of_all = torch.cat([prompts[adapter][of] for adapter, of in there.items()])
         index = index.to(of_all.device)
         seen = SeenPrompts(there, of_all, index, hidden.to(of_all.device) if hidden.any() else None)
-        # One compiled graph for any numbers of prompts.
-        mark_unbacked(seen.prompts, 0, min=1)
+        take_any_size(seen.prompts, 0)
         for of_images in (seen.index, seen.hidden):
             if of_images is not None:
-                mark_unbacked(of_images, 1, min=1)
+                take_any_size(of_images, 1)
         return seen

@@ -15,10 +15,10 @@ import torch
 from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
-from torch._dynamo.decorators import mark_unbacked
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .compiling import take_any_size
 from .gates import Gates
 from .mixed import BASE, MixedBatch
 
@@ -297,7 +297,7 @@ class PromptBank(nn.Module, BaseTunerLayer):
         found = [torch.tensor(rows, device=blocks.device) if rows else None for rows in by_block]
         for rows in found:
             if rows is not None:
-                mark_unbacked(rows, 0, min=1)  # one compiled graph for any number of prompts but 0
+                take_any_size(rows, 0)
         self._rows[adapter_name], self._read[adapter_name] = found, blocks
 
     def _index_all(self, *args: object) -> None:

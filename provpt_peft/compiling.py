@@ -1,0 +1,22 @@
+"""What `torch.compile` is told about sizes that moves change."""
+
+from __future__ import annotations
+
+from inspect import signature
+
+import torch
+from torch._dynamo.decorators import mark_unbacked
+
+
+_TAKES_LEAST_SIZE = "min" in signature(mark_unbacked).parameters
+
+
+def take_any_size(tensor: torch.Tensor, dim: int) -> None:
+    """Let one compiled graph take any size, from 1 on, of a tensor's dimension.
+
+    Releases of PyTorch that cannot be told a least size compile a further graph where the size is 1.
+    """
+    if _TAKES_LEAST_SIZE:
+        mark_unbacked(tensor, dim, min=1)
+    else:
+        torch._dynamo.maybe_mark_dynamic(tensor, dim)
