@@ -2,7 +2,7 @@
 
     python tests/wheel.py dist .venv-wheel
 
-The environment borrows the dependencies of the interpreter that runs this, but not its editable install of the package.
+The environment borrows the dependencies of the interpreter that runs this, but not its editable install of ours.
 """
 
 from __future__ import annotations
