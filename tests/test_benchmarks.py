@@ -214,3 +214,13 @@ def test_an_unknown_contender_is_refused(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         cost.main()
     assert "there is no contender 'VPT', they are 'frozen backbone', 'prepended tokens'" in capsys.readouterr().err
+
+
+def test_stamps_that_cannot_be_fetched_say_what_to_do(monkeypatch, tmp_path):
+    monkeypatch.setattr(tasks, "CACHE", tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RuntimeError, match=r"`apt-get download`, which failed: .*by hand and put it at .*_all\.deb"):
+        tasks.load("stamps")
+    (tmp_path / "tuxpaint-stamps-default_2022.06.04-1_all.deb").write_bytes(b"something else")
+    with pytest.raises(RuntimeError, match=r"must have the SHA-256 6db6c1bfc870\w+, but has \w+\. Fetch"):
+        tasks.load("stamps")

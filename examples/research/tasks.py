@@ -10,7 +10,8 @@
 | count | structured | 8 | 3 to 10 coloured shapes |
 | distance | structured | 6 | distance of the nearest of 1 to 5 objects on a plane, in perspective |
 
-Images are generated, or downloaded once into `.cache`. And what a classifier makes of them: `evaluate`.
+Images are generated, or downloaded once into `.cache` with pip or apt-get. And what a classifier makes of them:
+`evaluate`.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import hashlib
 import io
 import math
 import re
+import shutil
+import subprocess
 import tarfile
 import tempfile
-import urllib.request
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,7 +50,8 @@ SPRITE_CLASSES = 16
 TEST_IMAGES = 1000
 CACHE = Path(__file__).resolve().parents[2] / ".cache"
 TEXTILES = "conformal-clip-data==0.1.4"
-STAMPS = "http://deb.debian.org/debian/pool/main/t/tuxpaint-stamps/tuxpaint-stamps-default_2022.06.04-1_all.deb"
+# Package and version of Debian 12.
+STAMPS = ("tuxpaint-stamps-default", "2022.06.04-1")
 STAMPS_SHA256 = "6db6c1bfc870a47f1499d6203b083522eacb57c5f9c87d468f2e92eb6d9d5f34"
 # Those with at least 16 drawings or photos.
 STAMP_CATEGORIES = (
@@ -262,18 +265,31 @@ def _textiles(size: int, counts: tuple[int, int, int], seed: int) -> list[Split]
     return _split(Split(_coloured(pictures, size), torch.tensor(labels)), counts, seed)
 
 
+def _stamp_package() -> bytes:
+    """The Debian package with the drawings, fetched once with apt from wherever the machine gets its packages."""
+    name, version = STAMPS
+    package = CACHE / f"{name}_{version}_all.deb"
+    instead = f"Fetch {name} {version} (Debian 12) by hand and put it at {package}."
+    if not package.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE) as folder:
+            try:
+                subprocess.run(["apt-get", "download", f"{name}={version}"], cwd=folder, check=True)
+            except (OSError, subprocess.CalledProcessError) as error:
+                raise RuntimeError(
+                    f"The stamps come with `apt-get download`, which failed: {error}. {instead}"
+                ) from error
+            shutil.move(Path(folder) / package.name, package)
+    content = package.read_bytes()
+    if (found := hashlib.sha256(content).hexdigest()) != STAMPS_SHA256:
+        raise RuntimeError(f"{package} must have the SHA-256 {STAMPS_SHA256}, but has {found}. {instead}")
+    return content
+
+
 def _stamp_files() -> dict[str, dict[str, list[bytes]]]:
     """PNG files of each category, those of one drawing (mirrored, flipped and numbered variants) together."""
-    package = CACHE / STAMPS.rsplit("/", 1)[-1]
-    if not package.exists():
-        package.parent.mkdir(parents=True, exist_ok=True)
-        with urllib.request.urlopen(STAMPS) as answer:
-            content = answer.read()
-        if hashlib.sha256(content).hexdigest() != STAMPS_SHA256:
-            raise RuntimeError(f"{STAMPS} should have the SHA-256 {STAMPS_SHA256}, but has another one.")
-        package.write_bytes(content)
     # A Debian package is an `ar` archive: after 8 bytes, members with a header of 60 bytes, at even offsets.
-    content, offset = package.read_bytes(), 8
+    content, offset = _stamp_package(), 8
     while not content[offset : offset + 16].startswith(b"data.tar"):
         length = int(content[offset + 48 : offset + 58])
         offset += 60 + length + length % 2
