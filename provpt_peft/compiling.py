@@ -1,4 +1,4 @@
-"""What `torch.compile` is told about sizes that moves change."""
+"""What `torch.compile` is told about sizes that moves change, and what older releases of PyTorch lack for it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch._dynamo.decorators import mark_unbacked
 
 
 _TAKES_LEAST_SIZE = "min" in signature(mark_unbacked).parameters
+_IS_EXPORTING = getattr(torch.compiler, "is_exporting", None)
 
 
 def take_any_size(tensor: torch.Tensor, dim: int) -> None:
@@ -20,3 +21,8 @@ def take_any_size(tensor: torch.Tensor, dim: int) -> None:
         mark_unbacked(tensor, dim, min=1)
     else:
         torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def is_exporting() -> bool:
+    """Whether `torch.export` is at work. PyTorch 2.6 does not tell, and cannot export PEFT's models."""
+    return _IS_EXPORTING is not None and _IS_EXPORTING()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .compiling import take_any_size
+from .compiling import is_exporting, take_any_size
 from .gates import Gates
 from .mixed import BASE, MixedBatch
 
@@ -256,7 +256,7 @@ class PromptBank(nn.Module, BaseTunerLayer):
         if adapter is None or adapter in self.shallow or adapter not in self._read:
             return
         if torch.compiler.is_compiling():
-            if not torch.compiler.is_exporting():
+            if not is_exporting():
                 same = (self.blocks(adapter) == self._read[adapter]).all()
                 torch._assert_async(same, _WRITTEN_WHILE_COMPILED)
         elif not _captured():

@@ -83,7 +83,7 @@ def test_moves_happen_at_the_start_of_epochs_after_the_first(tmp_path):
     # A policy may choose the block that the prompt is in.
     expected = [r.epoch * STEPS_AN_EPOCH for r in callback.history if r.block != r.from_block]
     assert changed == expected
-    assert len(expected) >= 2
+    assert expected
     # What is evaluated and saved has been trained where it stands.
     for event in ("on_evaluate", "on_save"):
         assert list(blocks[event]) == [6, 12, 18, 24]

@@ -47,7 +47,7 @@ def as_if_new(model):
 
 
 def other_prompts(model):
-    return torch.randn_like(model.base_model.prompts(), generator=torch.Generator().manual_seed(7))
+    return torch.randn(model.base_model.prompts().shape, generator=torch.Generator().manual_seed(7))
 
 
 # ---- ways to write --------------------------------------------------------------------------------------------------
