@@ -128,7 +128,11 @@ def test_runs_of_a_preset_that_has_changed_are_left_out(tmp_path):
 
 def test_runs_on_other_images_are_not_mixed(tmp_path):
     args = argparse.Namespace(
-        output=tmp_path / "results.jsonl", train_images=800, validation_images=200, image_size=28, num_prompts=5,
+        output=tmp_path / "results.jsonl",
+        train_images=800,
+        validation_images=200,
+        image_size=28,
+        num_prompts=5,
         recipe="own",
     )
     seen = {"task": "digits", "seed": 0, "train_images": 800, "validation_images": 200, "image_size": 28}
