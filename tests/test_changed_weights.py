@@ -180,6 +180,7 @@ def test_the_next_pass_uses_what_was_written(write, around):
     model.train()(pixel_values=tiny.images(), labels=tiny.labels()).loss.backward()
 
 
+@tiny.needs_compile
 @pytest.mark.parametrize("write", [by_copy, through_data, by_state_dict, of_a_frozen_norm])
 def test_compiled_models_use_what_was_written(write):
     model = made().eval()
@@ -189,6 +190,7 @@ def test_compiled_models_use_what_was_written(write):
     torch.testing.assert_close(logits(compiled), as_if_new(model))
 
 
+@tiny.needs_compile
 @pytest.mark.parametrize("write", [blocks_by_copy, blocks_through_data])
 def test_compiled_models_fail_where_blocks_were_written_into_the_buffer(write):
     model = made().eval()

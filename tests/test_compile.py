@@ -18,6 +18,7 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
+@tiny.needs_compile
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_equals_eager_before_and_after_moves(backend):
     # Two blocks: what compiling costs is proportional to their number.

@@ -53,6 +53,7 @@ def test_onnx_at_batch_2_runs_at_1_and_5(tmp_path, model):
             torch.testing.assert_close(torch.from_numpy(logits), model(pixel_values), atol=1e-4, rtol=1e-4)
 
 
+@tiny.needs_compile
 def test_torch_export_at_batch_2_runs_at_1_and_5(model):
     batch = torch.export.Dim("batch")
     program = torch.export.export(model, (tiny.images(2),), dynamic_shapes={"pixel_values": {0: batch}})

@@ -157,6 +157,7 @@ def test_threads_do_not_mix(family):
     assert not wrong
 
 
+@tiny.needs_compile
 @torch.no_grad()
 def test_compiled():
     model = several("vit")
@@ -201,6 +202,7 @@ def test_training_is_refused():
         model(**images_of("vit", 6), adapter_names=NAMES)
 
 
+@tiny.needs_compile
 @torch.no_grad()
 def test_compiled_in_another_thread():
     model = several("vit")

@@ -84,6 +84,9 @@ def test_two_processes_give_the_history_of_one(outcomes, tmp_path, scenario):
     assert_close(two["history"], one["history"])
 
 
+@pytest.mark.skipif(
+    tiny.TORCH_2_6, reason="PyTorch 2.6 cannot restore an optimizer to the CPU of one of several processes"
+)
 def test_a_resumed_run_equals_one_that_was_never_stopped(outcomes):
     """The checkpoint is inside the second epoch, and the first process wrote it."""
     for resumed, whole in zip(outcomes["resumed"], outcomes["learning"], strict=True):

@@ -6,6 +6,7 @@ import inspect
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from peft import PeftModel, get_peft_model
@@ -16,6 +17,8 @@ from provpt_peft import ProVPTConfig
 
 
 FOLDER = Path(__file__).parent
+TORCH_2_6 = torch.__version__.startswith("2.6.")
+needs_compile = pytest.mark.skipif(TORCH_2_6, reason="PyTorch 2.6 compiles and exports none of transformers' models")
 VIT_LIKE = dict(hidden_size=32, num_hidden_layers=4, num_attention_heads=4, image_size=32, patch_size=8, num_labels=3)
 IMAGE_SIZE = 32
 
