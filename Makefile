@@ -1,13 +1,13 @@
-# Everything runs in a virtual environment of its own, .venv. Choose what it is made of on the command line:
+# Everything runs in a virtual environment of its own, .venv. Variables on the command line choose what it is made of, when
+# it is made (`make clean` first to make it anew):
 #
-#   make PYTHON=python3.12               the interpreter
-#   make TORCH_INDEX=https://download.pytorch.org/whl/cpu   where PyTorch comes from: this has builds for CPUs
-#   make TORCH="torch==2.14.1"           another PyTorch
-#   make SYSTEM_SITE=1                   use the PyTorch, and whatever else, that the interpreter already has
+#   make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu   where PyTorch comes from: this has builds for CPUs
+#   make demo TORCH="torch==2.14.1"                              another release of it
+#   make demo PYTHON=python3.12                                  the interpreter
 PYTHON ?= python3
+# What CI runs with.
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
-SYSTEM_SITE ?=
 BIN := .venv/bin
 
 .PHONY: demo test test-all test-oldest test-newest coverage style quality wheel docs clean
@@ -15,12 +15,12 @@ BIN := .venv/bin
 # $(call environment,FOLDER,WHAT FOR,PYTORCH,ARGUMENTS OF PIP INSTALL)
 define environment
 	@echo "Installing into $(1) $(2). PyTorch comes first: about 1 GB on disk as a build for CPUs, about 6 GB as the" \
-		"build for CUDA that the package index has for Linux. Variables at the top of the Makefile choose another one," \
-		"such as TORCH_INDEX=https://download.pytorch.org/whl/cpu"
-	$(PYTHON) -m venv $(if $(SYSTEM_SITE),--system-site-packages) $(1)
+		"build for CUDA that the package index has for Linux. Variables at the top of the Makefile choose another one:" \
+		"TORCH_INDEX=https://download.pytorch.org/whl/cpu has builds for CPUs."
+	$(PYTHON) -m venv $(1)
 	echo '*' > $(1)/.gitignore
 	$(1)/bin/python -m pip install --quiet --upgrade pip
-	$(if $(SYSTEM_SITE),,$(1)/bin/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(3))
+	$(1)/bin/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(3)
 	$(1)/bin/python -m pip install --quiet $(4)
 	touch $@
 endef
@@ -28,7 +28,7 @@ endef
 .venv/installed: pyproject.toml
 	$(call environment,.venv,what tests and tools need,$(TORCH),--editable ".[dev]")
 
-.venv/demo: pyproject.toml
+.venv/demo: pyproject.toml $(wildcard .venv/installed)
 	$(if $(wildcard .venv/installed),touch $@,$(call environment,.venv,what the demo needs,$(TORCH),--editable ".[examples]"))
 
 demo: .venv/demo
@@ -46,7 +46,7 @@ test-all: .venv/installed
 
 # The suite with the oldest releases that pyproject.toml allows, and with the newest that there are.
 .venv-oldest/installed: pyproject.toml tests/oldest.txt
-	$(call environment,.venv-oldest,the oldest releases,--requirement tests/oldest.txt,--constraint tests/oldest.txt --editable ".[test]")
+	$(call environment,.venv-oldest,the oldest releases,$(shell grep ^torch== tests/oldest.txt),--constraint tests/oldest.txt --editable ".[test]")
 
 .venv-newest/installed: pyproject.toml
 	$(call environment,.venv-newest,the newest releases,torch,--upgrade --upgrade-strategy eager --editable ".[test]")

@@ -24,7 +24,6 @@ from provpt_peft.relocation.policies import Action, Policy
 
 SCENARIOS = {
     "learning": dict(adapter=dict(prompt_dropout=0.1)),
-    # The same, from a checkpoint of its first process in the middle of the second epoch.
     # Nothing but the placement of prompts and the policy changes.
     "frozen": dict(arguments=dict(learning_rate=0.0)),
     "accumulated": dict(arguments=dict(learning_rate=0.0, gradient_accumulation_steps=2)),
@@ -43,6 +42,7 @@ SCENARIOS = {
 # The release that this was run with; the FSDP plugin of 1.7 asks for a GPU.
 HAS_FSDP_2 = version.parse(accelerate.__version__) >= version.parse("1.15")
 if not tiny.TORCH_2_6:  # it cannot restore an optimizer to the CPU of one of several processes
+    # As `learning`, from a checkpoint of its first process in the middle of the second epoch.
     SCENARIOS["resumed"] = dict(adapter=dict(prompt_dropout=0.1), resume_from=4)
 # Six images are a whole batch of the first process and a part of another.
 MEASURED = dict(score_images=6, prompts_per_relocation=2)

@@ -43,6 +43,15 @@ def test_several_devices_on_a_cpu(monkeypatch, capsys):
     assert status == 0
 
 
+@pytest.mark.slow
+def test_cost_on_a_cpu():
+    found = [*gpu_check.check_cost("vit-small", "cpu", batch_size=1, rounds=1)]
+    assert [(row.check, row.verdict) for row in found] == 2 * [
+        *[("cost, step", "measured")] * 2, *[("cost, peak memory", "measured")] * 2,
+    ]  # fmt: skip
+    assert all(0.1 < float(row.figure) < 10 for row in found)
+
+
 def test_it_finds_a_wrong_function(monkeypatch, capsys):
     right = gpu_check.prompted
 

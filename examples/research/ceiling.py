@@ -27,18 +27,18 @@ from tqdm.auto import tqdm
 from transformers import AutoConfig
 
 from provpt_peft import ProVPTConfig
-from provpt_peft.optimizer import HEAD_LR, PROMPTS_LR
+from provpt_peft.optimizer import HEAD_LR, prompts_lr
 
 from ..dinov2_small import prepare
 from . import tasks
 from .common import (
     append_lines,
-    even,
     fit,
     make_base,
     make_optimizer,
     mean_and_error,
     read_lines,
+    refuse_other_images,
     results_parser,
     variance_components,
 )
@@ -66,10 +66,16 @@ def random_counts(budget: int, num_blocks: int, number: int) -> list[int]:
     return torch.bincount(chosen, minlength=num_blocks).tolist()
 
 
+def uniform_counts(budget: int, num_blocks: int) -> list[int]:
+    """Prompts in each block, as far apart as can be: every second block has one of half as many prompts as blocks."""
+    blocks = torch.arange(budget) * num_blocks // budget
+    return torch.bincount(blocks, minlength=num_blocks).tolist()
+
+
 def distributions(budget: int, args: Namespace) -> dict[str, list[int]]:
     """The distributions of a budget by name."""
     numbers = range(args.distributions)
-    return {UNIFORM: even(budget, args.num_blocks)} | {
+    return {UNIFORM: uniform_counts(budget, args.num_blocks)} | {
         f"random {number}": random_counts(budget, args.num_blocks, number) for number in numbers
     }
 
@@ -78,34 +84,46 @@ def run(task_name: str, budget: int, name: str, seed: int, args: Namespace) -> d
     """Train and test once. Returns the line of the results; accuracies in percent."""
     counts = distributions(budget, args)[name]
     task = tasks.load(task_name, args.image_size, args.train_images, args.validation_images, seed)
+    data_hash = tasks.data_hash(task)
+    refuse_other_images(args.output, data_hash, {"task": task_name, "seed": seed} | images_of(args))
     base = make_base(task.num_labels, seed, args.model_name_or_path)
     torch.manual_seed(seed)
     model = get_peft_model(base, ProVPTConfig(num_prompts=counts, modules_to_save=["classifier"]))
-    optimizer = make_optimizer(model, PROMPTS_LR, HEAD_LR)
+    learning_rate = prompts_lr(budget / args.num_blocks)
+    optimizer = make_optimizer(model, learning_rate, HEAD_LR)
     loss = fit(model, optimizer, task.train, args.epochs, seed, **PROMPTS.schedule())
     return {
         "suite": "ceiling", "task": task_name, "budget": budget, "distribution": name, "counts": counts, "seed": seed,
-        **protocol(args), "learning_rate": PROMPTS_LR, **PROMPTS.settings(),
+        **protocol(args), "learning_rate": learning_rate,
         "train_loss": loss,
         "validation_accuracy": 100 * tasks.evaluate(model, task.validation)[1],
         "test_accuracy": 100 * tasks.evaluate(model, task.test)[1],
-        "data_hash": tasks.data_hash(task), "date": str(date.today()), "torch": torch.__version__,
+        "data_hash": data_hash, "date": str(date.today()), "torch": torch.__version__,
     }  # fmt: skip
+
+
+def images_of(args: Namespace) -> dict[str, Any]:
+    """What says which images a task has, beside its seed."""
+    return {name: getattr(args, name) for name in ("train_images", "validation_images", "image_size")}
 
 
 def protocol(args: Namespace) -> dict[str, Any]:
     """What all runs have in common."""
-    names = ("epochs", "train_images", "validation_images", "image_size")
-    return {"model": str(args.model_name_or_path or "DINOv2-S")} | {name: getattr(args, name) for name in names}
+    model = str(args.model_name_or_path or "DINOv2-S")
+    return {"model": model, "epochs": args.epochs, **images_of(args), **PROMPTS.settings()}
 
 
 class Results:
     """The runs of a results file that followed the protocol, by task, budget, distribution and seed."""
 
     def __init__(self, args: Namespace) -> None:
-        lines = read_lines(args.output, {"suite": "ceiling"} | protocol(args))
         self.args = args
-        self.lines = {(x["task"], x["budget"], x["distribution"], x["seed"]): x for x in lines}
+        self.lines = {
+            (line["task"], line["budget"], line["distribution"], line["seed"]): line
+            for line in read_lines(args.output, {"suite": "ceiling"} | protocol(args))
+            # Other releases of PyTorch may draw other distributions.
+            if line["counts"] == distributions(line["budget"], args).get(line["distribution"])
+        }
 
     def values(self, task: str, budget: int, seeds: list[int], metric: str) -> dict[str, list[float]]:
         """A metric of each distribution that has been run with all of some seeds, the uniform one first."""
@@ -124,7 +142,8 @@ class Results:
         if not self.complete(task, budget):
             return []
         accuracies = self.values(task, budget, self.args.seeds, "validation_accuracy")
-        ranked = sorted(set(accuracies) - {UNIFORM}, key=lambda name: statistics.mean(accuracies[name]), reverse=True)
+        del accuracies[UNIFORM]
+        ranked = sorted(accuracies, key=lambda name: statistics.mean(accuracies[name]), reverse=True)
         return ranked[: math.ceil(BEST * len(ranked))]
 
     def missing(self, task: str, budget: int, fresh: bool) -> Iterator[tuple[str, int, str, int]]:
@@ -160,9 +179,10 @@ TRAITS = {"first block": first_block, "centre of mass": centre, "blocks used": u
 def gains(results: Results, task: str, budget: int) -> list[float]:
     """Test accuracy of the best tenth minus the uniform distribution's, of each fresh seed: the best tenth's mean."""
     accuracies = results.values(task, budget, results.args.fresh_seeds, "test_accuracy")
-    best = [accuracies[name] for name in results.best(task, budget) if name in accuracies]
-    if not best or UNIFORM not in accuracies:
+    names = results.best(task, budget)
+    if not names or not {UNIFORM, *names} <= set(accuracies):
         return []
+    best = [accuracies[name] for name in names]
     by_seed = zip(zip(*best, strict=True), accuracies[UNIFORM], strict=True)
     return [statistics.mean(of_seed) - uniform for of_seed, uniform in by_seed]
 
@@ -176,8 +196,8 @@ def random_ones(results: Results, task: str, budget: int) -> tuple[float, dict[s
 def print_table(results: Results) -> None:
     """Print a row for each task and budget that has all runs of the search."""
     args = results.args
-    header = ["task", "prompts", "uniform", "random", "lowest", "highest", "distribution", "seed", "rest"]
-    header += [*TRAITS, "best tenth - uniform, fresh seeds"]
+    header = ["task", "prompts", "uniform", "random", "lowest", "highest"]
+    header += ["sd of distributions", "of seeds", "of the rest", *TRAITS, "best tenth - uniform, fresh seeds"]
     print(f"\n| {' | '.join(header)} |\n|{' --- |' * len(header)}")
     for task, budget in itertools.product(args.tasks, sorted(args.budgets)):
         if not results.complete(task, budget):
@@ -246,6 +266,8 @@ def main() -> None:
     parser.add_argument("--fresh_seeds", nargs="+", type=int, default=[2, 3, 4, 5], help="default: 2 3 4 5")
     parser.add_argument("--pictures", type=Path, default=Path("docs/images"), help="folder of the picture")
     args = parser.parse_args()
+    if min(args.distributions, len(args.seeds)) < 2:
+        parser.error("a variance needs at least two distributions and two seeds")
     args.num_blocks = AutoConfig.from_pretrained(args.model_name_or_path or prepare()).num_hidden_layers
     torch.set_num_threads(args.threads)
     for budget in [] if args.report else args.budgets:
@@ -254,7 +276,8 @@ def main() -> None:
             for key in tqdm(wanted, desc=f"{budget} prompts, {'fresh seeds' if fresh else 'search'}"):
                 append_lines(args.output, [run(*key, args)])
     print_table(Results(args))
-    draw(Results(args), args.pictures / "distributions.png")
+    if args.report:
+        draw(Results(args), args.pictures / "distributions.png")
 
 
 if __name__ == "__main__":

@@ -220,7 +220,7 @@ def exact_idleness(model: PeftModel, part: Split) -> torch.Tensor:
 
 
 class Components(NamedTuple):
-    """Variances that add up to that of a table's cells."""
+    """Estimates of the variances that add up to a cell's."""
 
     columns: float
     rows: float
@@ -254,6 +254,16 @@ def read_lines(path: Path, settings: dict[str, Any] | None = None) -> list[dict[
     """The results in a file of JSON lines, none if it is not there yet. With settings, the lines that have them."""
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return [line for line in lines if (settings or {}).items() <= line.items()]
+
+
+def refuse_other_images(path: Path, data_hash: str, settings: dict[str, Any]) -> None:
+    """Raise SystemExit if a results file has runs with some settings, task and seed among them, on other images: other
+    versions of a package may draw or split otherwise."""
+    if {line["data_hash"] for line in read_lines(path, settings)} - {data_hash}:
+        raise SystemExit(
+            f"{path} has runs on other images of {settings['task']}, seed {settings['seed']}, than those that are "
+            f"made here, {data_hash}. Name another file with --output."
+        )
 
 
 def append_lines(path: Path, lines: list[dict[str, Any]]) -> None:

@@ -108,7 +108,7 @@ def outputs(
     prompts.grad = None
     (scale * output.loss).backward()
     assert prompts.grad is not None
-    return output.logits.detach().double().cpu(), prompts.grad.double().cpu() / scale
+    return output.logits.detach().cpu().double(), prompts.grad.cpu().double() / scale
 
 
 def with_tokens(base: nn.Module, model: PeftModel, dtype: torch.dtype, device: str) -> tuple[nn.Module, nn.Parameter]:
@@ -128,12 +128,17 @@ def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     return ((found - expected).abs().max() / expected.abs().max()).item()
 
 
+def largest(values: list[float]) -> float:
+    """The largest value; NaN if there is one, which Python's `max` may leave out."""
+    return torch.tensor(values).max().item()
+
+
 def attentions(device: str, dtype: torch.dtype) -> Iterator[tuple[str, str, AbstractContextManager[Any]]]:
     """Name, implementation of transformers and context of each attention that there is."""
     yield "eager", "eager", nullcontext()
     yield "sdpa", "sdpa", nullcontext()
     if device == "cuda" and dtype != torch.float32:
-        yield "sdpa, flash kernel", "sdpa", sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION])
+        yield "sdpa, flash kernel", "sdpa", sdpa_kernel(SDPBackend.FLASH_ATTENTION)
         if is_flash_attn_2_available():
             yield "flash_attention_2", "flash_attention_2", nullcontext()
     if device == "cuda":
@@ -165,21 +170,19 @@ def check_parity(shape: str, device: str) -> Iterator[Row]:
                 )  # fmt: skip
 
 
-def check_cost(shape: str, device: str) -> Iterator[Row]:
+def check_cost(shape: str, device: str, batch_size: int = 32, rounds: int = 20) -> Iterator[Row]:
     """Ratios of a training step's time and peak memory, at 10 and 100 prompts a block."""
-    if shape not in cost.SHAPES:
-        yield Row("cost", shape, "", "", f"not run: {shape} is too small for its times to mean anything")
+    if shape not in cost.SHAPES or device == "mps":
+        reason = "MPS tells neither" if device == "mps" else f"{shape} is too small for them to mean anything"
+        yield Row("cost", "time and peak memory", "", "", f"not run: {reason}")
         return
-    contenders = [cost.FLOOR, cost.PREPENDED, cost.OURS, cost.DEFAULT]
     for number in (10, 100):
         args = SimpleNamespace(
-            image_size=224, batch_size=32, threads=torch.get_num_threads(), device=device, epoch_images=1000,
-            rounds=20, contenders=contenders,
+            image_size=224, batch_size=batch_size, threads=torch.get_num_threads(), device=device, epoch_images=1000,
+            rounds=rounds, contenders=[cost.FLOOR, cost.PREPENDED, cost.OURS, cost.DEFAULT],
         )  # fmt: skip
         lines = {line["contender"]: line for line in cost.measure(shape, number, args)}
         for metric, what in (("step_seconds", "step"), ("peak_memory_bytes", "peak memory")):
-            if metric == "peak_memory_bytes" and device == "mps":
-                continue  # MPS does not tell
             for other in (cost.FLOOR, cost.PREPENDED):
                 ratio = lines[cost.DEFAULT][metric] / lines[other][metric]
                 setting = f"{shape}, {number} prompts a block, with relocation / {other}"
@@ -208,10 +211,10 @@ def check_compiled(shape: str, device: str) -> Iterator[Row]:
             expected = outputs(model, tuner.prompts(), batch)
             found = outputs(compiled, tuner.prompts(), batch)
             errors += [difference(*pair) for pair in zip(found, expected, strict=True)]
-        bound = 1e-3 if device == "cuda" else 1e-5  # inductor may use other kernels
+        bound = 1e-5 if device == "cpu" else 1e-3  # inductor may use other kernels
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        verdict = HOLDS if max(errors) <= bound else FAILS
-        yield Row("compiled", f"{name}, 3 moves, {graphs} graphs", f"{max(errors):.1e}", f"{bound:.0e}", verdict)
+        verdict = HOLDS if all(error <= bound for error in errors) else FAILS
+        yield Row("compiled", f"{name}, 3 moves, {graphs} graphs", f"{largest(errors):.1e}", f"{bound:.0e}", verdict)
 
 
 def train(model: nn.Module, batch: dict[str, torch.Tensor], tuner: Any, rank: int = 0, world: int = 1) -> None:
@@ -270,10 +273,12 @@ def process(rank: int, world: int, shape: str, device_type: str, port: int, fold
 def check_devices(shape: str, device: str) -> Iterator[Row]:
     """DDP and FSDP 2, in as many processes as there are devices (two on a CPU), beside one process: what training
     changes in the prompts."""
-    if device == "mps" or not torch.distributed.is_available():
+    devices = {"cuda": torch.cuda.device_count(), "mps": 1, "cpu": 2}[device]
+    # So many that each has the same number of images.
+    world = max(n for n in range(1, devices + 1) if SHAPES[shape][3] % n == 0)
+    if world == 1 or not torch.distributed.is_available():
         yield Row("devices", device, "", "", "not run: there is one device")
         return
-    world = torch.cuda.device_count() if device == "cuda" else 2
     model = prompted(make_base(shape, "sdpa"), shape).to(device)
     tuner = model.base_model
     before = tuner.prompts().detach().cpu().clone()
@@ -286,7 +291,7 @@ def check_devices(shape: str, device: str) -> Iterator[Row]:
         torch.multiprocessing.spawn(process, (world, shape, device, port, folder), nprocs=world)
         found = {way: [torch.load(Path(folder) / f"{way} {rank}.pt") for rank in range(world)] for way in WAYS}
     for way, of_processes in found.items():
-        error = max(difference(prompts - before, expected - before) for prompts, _ in of_processes)
+        error = largest([difference(prompts - before, expected - before) for prompts, _ in of_processes])
         same = all(torch.equal(blocks, expected_blocks) for _, blocks in of_processes)
         verdict = HOLDS if same and error <= 1e-4 else FAILS
         blocks = "the same blocks" if same else "other blocks"

@@ -26,7 +26,15 @@ import torch
 from tqdm.auto import tqdm
 
 from . import tasks
-from .common import append_lines, fit, make_optimizer, mean_and_error, read_lines, results_parser
+from .common import (
+    append_lines,
+    fit,
+    make_optimizer,
+    mean_and_error,
+    read_lines,
+    refuse_other_images,
+    results_parser,
+)
 from .methods import (
     METHODS,
     PRUNE_SHARES,
@@ -68,14 +76,9 @@ def run(method: str, task_name: str, seed: int, setting: Setting, args: argparse
     recipe = recipe_of(method, args.recipe, args.num_prompts)
     task = tasks.load(task_name, args.image_size, args.train_images, args.validation_images, seed)
     data_hash = tasks.data_hash(task)
-    # Other versions of a package may draw or split otherwise.
     sizes = ("train_images", "validation_images", "image_size")
     same_data = {"task": task_name, "seed": seed} | {name: getattr(args, name) for name in sizes}
-    if {line["data_hash"] for line in read_lines(args.output, same_data)} - {data_hash}:
-        raise SystemExit(
-            f"{args.output} has runs on other images of {task_name}, seed {seed}, than those that are made here, "
-            f"{data_hash}. Name another file with --output."
-        )
+    refuse_other_images(args.output, data_hash, same_data)
     start = (args.num_prompts, args.epochs, prune_share, recipe.prompt_dropout)
     model = make_model(method, task.num_labels, *start, seed, args.model_name_or_path).to(args.device)
     optimizer = make_optimizer(model, learning_rate, recipe.head_learning_rate or learning_rate)
@@ -158,28 +161,31 @@ def compare_numbers(args: argparse.Namespace) -> None:
         for n in counts
         for (method, task), lines in chosen_runs(argparse.Namespace(**vars(args) | {"num_prompts": n})).items()
     }
-    # The methods that were run with more than one number, and the numbers that all of them have of a task.
-    methods = [m for m in COLOURS if len({n for _, n, method in accuracies if method == m}) >= 2]
-    drawn = {task: [n for n in counts if all((task, n, m) in accuracies for m in methods)] for task in tasks.TASKS}
-    names = [task for task in tasks.TASKS if len(drawn[task]) >= 2]
-    if not methods or not names:
+    # Of each task: the methods that were run with more than one number, and the numbers and seeds that all of these
+    # have. Seeds have their own data, so a spread is over the same ones.
+    drawn: dict[str, tuple[list[str], list[int], list[int]]] = {}
+    for task in tasks.TASKS:
+        methods = [m for m in COLOURS if sum((task, n, m) in accuracies for n in counts) >= 2]
+        numbers = [n for n in counts if methods and all((task, n, m) in accuracies for m in methods)]
+        seeds = [set(accuracies[task, n, m]) for n in numbers for m in methods]
+        if len(numbers) >= 2 and (common := sorted(set.intersection(*seeds))):
+            drawn[task] = methods, numbers, common
+    if not drawn:
         return
     header = ["task", "method", *(f"{n} a block" for n in counts), "spread"]
     print(f"\n| {' | '.join(header)} |\n|{' --- |' * len(header)}")
-    figure, axes = plt.subplots(1, len(names), figsize=(4.5 * len(names), 3.4), squeeze=False)
-    for axis, task in zip(axes[0], names, strict=True):
-        # Seeds have their own data, so a spread is over the seeds that all of its runs have.
-        seeds = sorted(set.intersection(*(set(accuracies[task, n, m]) for n in drawn[task] for m in methods)))
+    figure, axes = plt.subplots(1, len(drawn), figsize=(4.5 * len(drawn), 3.4), squeeze=False)
+    for axis, (task, (methods, numbers, seeds)) in zip(axes[0], drawn.items(), strict=True):
         for method in methods:
-            runs = {n: [accuracies[task, n, method][seed] for seed in seeds] for n in drawn[task]}
+            runs = {n: [accuracies[task, n, method][seed] for seed in seeds] for n in numbers}
             means = [statistics.mean(values) for values in runs.values()]
             cells = [f"{mean_and_error(runs[n])} ({len(seeds)})" if n in runs else "" for n in counts]
             print(f"| {task} | {method} | {' | '.join(cells)} | {statistics.stdev(means):.2f} |")
             for n, values in runs.items():
                 axis.plot([n] * len(seeds), values, ".", color=COLOURS[method], markersize=3)
-            axis.plot(drawn[task], means, marker="o", color=COLOURS[method], label=method)
+            axis.plot(numbers, means, marker="o", color=COLOURS[method], label=method)
         axis.set_xscale("log")
-        axis.set_xticks(drawn[task], [str(n) for n in drawn[task]])
+        axis.set_xticks(numbers, [str(n) for n in numbers])
         axis.minorticks_off()
         axis.set_xlabel("prompts a block")
         axis.set_ylabel("test accuracy (%)")

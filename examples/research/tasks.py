@@ -269,20 +269,19 @@ def _stamp_package() -> bytes:
     """The Debian package with the drawings, fetched once with apt from wherever the machine gets its packages."""
     name, version = STAMPS
     package = CACHE / f"{name}_{version}_all.deb"
-    instead = f"Fetch {name} {version} (Debian 12) by hand and put it at {package}."
+    instead = f"Run `apt-get update` first, or fetch {name} {version} (Debian 12) by hand and put it at {package}."
     if not package.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=CACHE) as folder:
             try:
                 subprocess.run(["apt-get", "download", f"{name}={version}"], cwd=folder, check=True)
             except (OSError, subprocess.CalledProcessError) as error:
-                raise RuntimeError(
-                    f"The stamps come with `apt-get download`, which failed: {error}. {instead}"
-                ) from error
+                message = f"The stamps come with `apt-get download`, which failed: {error}. {instead}"
+                raise RuntimeError(message) from error
             shutil.move(Path(folder) / package.name, package)
     content = package.read_bytes()
     if (found := hashlib.sha256(content).hexdigest()) != STAMPS_SHA256:
-        raise RuntimeError(f"{package} must have the SHA-256 {STAMPS_SHA256}, but has {found}. {instead}")
+        raise RuntimeError(f"{package} must have the SHA-256 {STAMPS_SHA256}, but has {found}. Remove it. {instead}")
     return content
 
 

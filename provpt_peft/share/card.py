@@ -197,8 +197,9 @@ def _section(
         parts += ["## The last evaluation", "\n".join(["| | |", "| --- | --- |", *metrics])]
     parts += [
         "## How to load it",
-        "The adapter needs the package `provpt-peft`: `pip install provpt-peft`, or `pip install PATH` with the path "
-        "of a copy of its source or of its wheel. `import provpt_peft` is what teaches PEFT the method: "
+        "The adapter needs the package `provpt-peft`: `pip install PATH` with the path of a copy of its source or of "
+        "its wheel, or `pip install provpt-peft` where a package index has it. `import provpt_peft` is what teaches "
+        "PEFT the method: "
         "`PeftModel.from_pretrained` needs it too.",
         f"```python\n{_snippet(config, auto_mapping)}\n```",
     ]
