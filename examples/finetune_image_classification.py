@@ -28,8 +28,10 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from PIL import Image
+from safetensors.torch import save_file
 from sklearn.datasets import load_digits
 from transformers import (
     AutoModelForImageClassification,
@@ -454,7 +456,7 @@ def run(method: str, splits: datasets.DatasetDict, data: DataArguments, args: Fi
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     seconds = time.perf_counter() - start
     # Before the test: `--bf16_full_eval` rounds the weights.
-    model.save_pretrained(folder)
+    file = save(model, folder)
     processor.save_pretrained(folder)  # images of the adapter are of its size
 
     result = trainer.predict(test, metric_key_prefix="test")
@@ -471,16 +473,80 @@ def run(method: str, splits: datasets.DatasetDict, data: DataArguments, args: Fi
             picture = folder / "distribution_over_time.png"
             figures.plot_distribution_over_time(callback).savefig(picture, dpi=150)
             print(f"The distribution over time is in {picture}.")
+    epochs = [line for line in trainer.state.log_history if "eval_accuracy" in line]
     return {
         "method": method,
+        "validation_accuracy": epochs[-1]["eval_accuracy"] if epochs else None,
         "test_accuracy": result.metrics["test_accuracy"],
         "trainable_parameters": trainable,
+        "file_bytes": file.stat().st_size,
         "seconds": seconds,
+        "epochs": [{"epoch": line["epoch"], "validation_accuracy": line["eval_accuracy"]} for line in epochs],
+        "distribution": model.base_model.prompt_distribution() if method in ("vpt-deep", "pro-vpt") else None,
     }
 
 
+def save(model: torch.nn.Module, folder: Path) -> Path:
+    """Save what was trained, without the backbone. Returns the file of the weights."""
+    if isinstance(model, PeftModel):
+        model.save_pretrained(folder)
+        return folder / "adapter_model.safetensors"
+    folder.mkdir(parents=True, exist_ok=True)
+    trained = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
+    save_file(trained, folder / "head.safetensors")
+    return folder / "head.safetensors"
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw validation accuracy over the epochs of each method, and where PRO-VPT's prompts went."""
+    relocated = [row for row in rows if row["method"] == "pro-vpt"]
+    figure = Figure(figsize=(9 if relocated else 5, 3.4), layout="constrained")
+    axes = figure.subplots(1, 1 + len(relocated), squeeze=False)[0]
+    for row in rows:
+        epochs = [line["epoch"] for line in row["epochs"]]
+        accuracies = [100 * line["validation_accuracy"] for line in row["epochs"]]
+        axes[0].plot(epochs, accuracies, marker="o", markersize=3, label=row["method"])
+    axes[0].set_xlabel("epoch")
+    axes[0].set_ylabel("validation accuracy (%)")
+    axes[0].legend()
+    for axis, row in zip(axes[1:], relocated, strict=True):
+        blocks = range(1, len(row["distribution"]) + 1)
+        axis.bar(blocks, row["distribution"])
+        axis.axhline(sum(row["distribution"]) / len(blocks), color="0.5", linewidth=1, label="at the start")
+        axis.set_xticks(blocks)
+        axis.set_xlabel("block")
+        axis.set_ylabel("prompts, PRO-VPT")
+        axis.legend()
+    figure.savefig(path, dpi=150)
+
+
+def report(rows: list[dict[str, Any]], folder: Path) -> None:
+    """Write `results.json`, print the table, draw a picture where there is something to compare, and say what next."""
+    (folder / "results.json").write_text(json.dumps(rows, indent=2))
+    header = ("method", "validation", "test", "trained parameters", "file, kB", "seconds")
+    widths = [max(len(title), 10) + 2 for title in header]
+    print("\nAccuracy on validation and test images, and what each method costs:")
+    print("".join(f"{title:>{width}}" for title, width in zip(header, widths, strict=True)))
+    for row in rows:
+        validation = "" if row["validation_accuracy"] is None else f"{row['validation_accuracy']:.4f}"
+        cells = (
+            row["method"], validation, f"{row['test_accuracy']:.4f}", f"{row['trainable_parameters']:,}",
+            f"{row['file_bytes'] / 1000:,.0f}", f"{row['seconds']:.0f}",
+        )  # fmt: skip
+        print("".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)))
+    if len(rows) > 1 and all(row["epochs"] for row in rows):
+        draw(rows, folder / "comparison.png")
+        print(f"\nChoose by validation accuracy. A picture of the comparison is in {folder / 'comparison.png'}.")
+    for adapter in (folder / row["method"] for row in rows[-1:] if row["distribution"]):
+        print(
+            f"\nWhat next:\n  provpt show {adapter}     # what was learned\n"
+            f'  provpt_peft.load_image_classifier("{adapter}")     # in Python: model, image processor, labels\n'
+            f'  provpt_peft.push_to_hub(model, "me/my-adapter")     # share it'
+        )
+
+
 def main() -> None:
-    """Train and test the methods, write their results to `results.json` and print them as a table."""
+    """Train and test the methods, and report on them."""
     data, args = parse()
     splits = load_images(data, args.seed)
     print(", ".join(f"{name}: {len(split)} images" for name, split in splits.items()))
@@ -488,10 +554,7 @@ def main() -> None:
     for method in args.methods:
         print(f"\n== {method} ==")
         rows.append(run(method, splits, data, args))
-    Path(args.output_dir, "results.json").write_text(json.dumps(rows, indent=2))
-    print(f"\n{'method':12}{'test accuracy':>16}{'trainable parameters':>24}{'seconds':>10}")
-    for row in rows:
-        print(f"{row['method']:12}{row['test_accuracy']:16.4f}{row['trainable_parameters']:24,}{row['seconds']:10.0f}")
+    report(rows, Path(args.output_dir))
 
 
 if __name__ == "__main__":

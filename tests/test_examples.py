@@ -16,6 +16,7 @@ import tiny
 import torch
 from peft import PeftModel, get_peft_model
 from PIL import Image
+from safetensors.torch import load_file
 from transformers import AutoModelForImageClassification, ViTImageProcessor
 
 from examples import dinov2_small
@@ -67,7 +68,20 @@ def test_finetuning_compares_the_methods(run_script, tmp_path, checkpoint):
         with Image.open(tmp_path / "out" / "pro-vpt" / name) as picture:
             assert picture.width >= 500
     for row in rows:
-        assert f"{row['method']:12}{row['test_accuracy']:16.4f}" in output
+        # As the last of three epochs has it. The weights of the backbone are in none of the files.
+        assert [line["epoch"] for line in row["epochs"]] == [1, 2, 3]
+        assert row["validation_accuracy"] == row["epochs"][-1]["validation_accuracy"]
+        assert row["file_bytes"] < 4 * row["trainable_parameters"] + 4000
+        cells = [row["method"], f"{row['validation_accuracy']:.4f}", f"{row['test_accuracy']:.4f}"]
+        assert [*cells, f"{row['trainable_parameters']:,}"] in [line.split()[:4] for line in output.splitlines()]
+    assert not list((tmp_path / "out" / "linear").glob("model*"))
+    head = load_file(tmp_path / "out" / "linear" / "head.safetensors")
+    assert {name: tensor.shape for name, tensor in head.items()} == {
+        "classifier.weight": (10, 32), "classifier.bias": (10,),
+    }  # fmt: skip
+    with Image.open(tmp_path / "out" / "comparison.png") as picture:
+        assert picture.width > 1000
+    assert f"provpt show {tmp_path / 'out' / 'pro-vpt'}" in output
     # An adapter is loaded with the size that it was trained at.
     _, processor, labels = load_image_classifier(tmp_path / "out" / "pro-vpt")
     assert processor(Image.new("RGB", (8, 8)), return_tensors="pt")["pixel_values"].shape == (1, 3, 32, 32)
