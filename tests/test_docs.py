@@ -1,10 +1,12 @@
 """The pages: every Python block runs, every link leads somewhere, the site builds without a warning."""
 
+import html
 import re
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from urllib.parse import unquote, urlsplit
 
 import nbformat
 import numpy as np
@@ -186,6 +188,28 @@ def test_the_notebook_runs(checkpoints, folder):
     assert (folder / "digits-provpt" / "adapter_model.safetensors").is_file()
 
 
+def dead_links(site):
+    """Page and target of the links and pictures that lead nowhere in a site, headings included."""
+    texts = {path: path.read_text() for path in site.rglob("*.html")}
+    for page, text in texts.items():
+        for link in re.findall(r'(?:href|src)="([^"]+)"', text):
+            parts = urlsplit(html.unescape(link))
+            if parts.scheme or parts.netloc:
+                continue
+            path = unquote(parts.path)
+            file = (site / path[1:] if path.startswith("/") else page.parent / path).resolve() if path else page
+            file = file / "index.html" if file.is_dir() else file
+            fragment = unquote(parts.fragment)
+            if not file.is_file() or (fragment and f'id="{fragment}"' not in texts.get(file, "")):
+                yield page.relative_to(site), link
+
+
+def test_a_dead_link_is_found(tmp_path):
+    (tmp_path / "a.html").write_text('<a href="b.html#there">x</a> <a href="b.html#gone">x</a> <img src="c.png">')
+    (tmp_path / "b.html").write_text('<h1 id="there">x</h1> <a href="https://elsewhere">x</a>')
+    assert [link for _, link in dead_links(tmp_path)] == ["b.html#gone", "c.png"]
+
+
 def test_the_site_builds_without_a_warning(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -195,3 +219,4 @@ def test_the_site_builds_without_a_warning(tmp_path):
     for name in ("ProVPTConfig", "Relocator", "load_image_classifier", "plot_distribution_over_time"):
         assert f'id="provpt_peft.{name}"' in api or f'id="provpt_peft.share.figures.{name}"' in api
     assert Path(tmp_path / "site" / "quickstart" / "index.html").is_file()
+    assert not [*dead_links(tmp_path / "site")]
