@@ -11,7 +11,7 @@ import tiny
 import torch
 import transformers
 import yaml
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, ModelCardData
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import save_file
 from training import make_trainer, moving
@@ -66,9 +66,10 @@ def test_tags_import_and_distribution(tmp_path, base):
     assert "| block | 1 | 2 | 3 | 4 |\n| --- | --- | --- | --- | --- |\n| prompts | 1 | 2 | 3 | 5 |\n" in text
     assert "`import provpt_peft`" in text
     assert '`pipeline("image-classification", model=model, image_processor=image_processor)`' in text
-    # The card of PEFT around it is whole.
-    assert text.lstrip().startswith("# Model Card for Model ID")
-    assert "### Framework versions" in text
+    # PEFT's template is left out, its note of releases is not.
+    assert text.lstrip().startswith("# Visual prompts\n")
+    assert "More Information Needed" not in text
+    assert re.search(r"### Framework versions\n\n- PEFT \d", text)
 
 
 def test_distribution_of_a_list_counts_blocks_that_have_no_prompt(tmp_path, base):
@@ -92,6 +93,27 @@ def test_saving_again_changes_nothing_but_the_distribution(tmp_path, base, adapt
     text = (folder / "README.md").read_text()
     assert "| prompts | 2 | 2 | 3 | 5 |\n" in text
     assert text.count("| block |") == text.count("```python") == 1
+
+
+def test_a_template_that_was_filled_in_stays(tmp_path, base):
+    model = prompted(base)
+    card = ModelCard.from_template(ModelCardData(), developers="a gardener")
+    (tmp_path / "adapter").mkdir()
+    card.save(tmp_path / "adapter" / "README.md")
+    model.save_pretrained(tmp_path / "adapter")
+    text = ModelCard.load(tmp_path / "adapter" / "README.md").text
+    assert text.lstrip().startswith("# Model Card for Model ID")
+    assert "- **Developed by:** a gardener" in text
+    # As an earlier version left it: the template with our section in it.
+    card = ModelCard.from_template(ModelCardData())
+    title, rest = card.text.split("Model ID\n", 1)
+    card.text = f"{title}Model ID\n\n{our_card._START}\n\nwritten earlier\n\n{our_card._END}\n{rest}"
+    card.save(tmp_path / "adapter" / "README.md")
+    model.save_pretrained(tmp_path / "adapter")
+    text = ModelCard.load(tmp_path / "adapter" / "README.md").text
+    assert text.lstrip().startswith("# Visual prompts\n")
+    assert "written earlier" not in text
+    assert "More Information Needed" not in text
 
 
 @pytest.mark.parametrize("title", ["# My flowers\n\n", ""])

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MethodType
 from typing import Any
 
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, ModelCardData
 from peft import PeftModel
 from peft.utils import CONFIG_NAME, WEIGHTS_NAME
 from torch import nn
@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 # What stands between these lines is written anew at each save; the rest of the card is the user's.
 _START = "<!-- provpt_peft: start, written anew at each save -->"
 _END = "<!-- provpt_peft: end -->"
+
+# PEFT's heading of the releases that an adapter was made with.
+_VERSIONS = "### Framework versions"
 
 _PICTURE = "distribution.png"
 _ADAPTER_TAG = "base_model:adapter:"
@@ -115,7 +118,7 @@ def _update(folder: Path, config: ProVPTConfig | None, auto_mapping: dict[str, s
     blocks = saved_blocks(folder)
     if blocks is None and not (path.is_file() and (config is None or (folder / WEIGHTS_NAME).is_file())):
         return  # the README of something else
-    card = ModelCard.load(path) if path.is_file() else ModelCard("# Visual prompts\n")
+    card = ModelCard.load(path) if path.is_file() else ModelCard(f"{_title(config)}\n")
     dropped = _drop_local_base_model(card)
     if blocks is not None:
         config = config or read_config(folder / CONFIG_NAME)
@@ -125,6 +128,7 @@ def _update(folder: Path, config: ProVPTConfig | None, auto_mapping: dict[str, s
         except ValueError:  # a record that came with the adapter
             run = Run(distribution[1:])
         _fill_in(card, config)
+        card.text = _without_template(card.text, config)
         picture = _draw(folder, run)
         section = _section(distribution, config, auto_mapping or config.auto_mapping or {}, run, picture)
         card.text = _with_section(card.text, section)
@@ -141,6 +145,20 @@ def _fill_in(card: ModelCard, config: ProVPTConfig) -> None:
         data.base_model = data.base_model or config.base_model_name_or_path
         tags.add(f"{_ADAPTER_TAG}{config.base_model_name_or_path}")
     data.tags = sorted(tags)
+
+
+def _title(config: ProVPTConfig | None) -> str:
+    base_model = config.base_model_name_or_path if config is not None else None
+    return f"# Visual prompts for {base_model}" if base_model and is_hub_id(base_model) else "# Visual prompts"
+
+
+def _without_template(text: str, config: ProVPTConfig) -> str:
+    """PEFT's card without its template, where nobody has filled that in: a title, and what it was made with."""
+    before, start, rest = text.partition(_START)
+    _, stop, after = rest.partition(_END)
+    body, heading, versions = (before + after if start and stop else text).partition(_VERSIONS)
+    template = ModelCard.from_template(ModelCardData()).text
+    return f"{_title(config)}\n\n{heading}{versions}" if body.split() == template.split() else text
 
 
 def _drop_local_base_model(card: ModelCard) -> bool:
