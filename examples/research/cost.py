@@ -6,7 +6,8 @@
 
 The contenders of a cell (a shape and a number of prompts a block) take turns in one run, in train mode with the
 default prompt dropout (none since version 0.2). Medians are stored, a line for each contender, so a run that was
-stopped goes on where it was. Absolute times depend on the machine: the figures to compare are the ratios to the floor and to prepended tokens.
+stopped goes on where it was. Absolute times depend on the machine: the figures to compare are the ratios to the floor
+and to prepended tokens.
 
 The floor is a frozen backbone with a trainable head and a gradient through all blocks. A step with relocation has its
 share of one relocation every `--epoch_images` images. Peak memory is weights, optimizer states and what a step
