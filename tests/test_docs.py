@@ -177,6 +177,7 @@ def test_the_notebook_is_that_of_the_page():
     assert nbformat.read(make_notebook.NOTEBOOK, 4) == make_notebook.notebook()
 
 
+@pytest.mark.slow  # its cells are those of the quick start, which `test_snippets_run` runs
 def test_the_notebook_runs(checkpoints, folder):
     from nbclient import NotebookClient
 

@@ -27,6 +27,7 @@ def test_it_runs_to_its_end_on_a_cpu(monkeypatch, capsys):
     assert status == 0
 
 
+@pytest.mark.slow
 @tiny.needs_compile
 def test_compiled_on_a_cpu(monkeypatch, capsys):
     status, (row,) = rows(monkeypatch, capsys, "compiled")
