@@ -40,7 +40,7 @@ demo: .venv/demo
 		--per_device_train_batch_size 8 --per_device_eval_batch_size 128 --seed 0 --output_dir outputs/demo
 
 test: .venv/installed
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2
 
 test-all: .venv/installed
 	$(BIN)/python -m pytest -m "slow or not slow"
@@ -53,7 +53,7 @@ test-all: .venv/installed
 	$(call environment,.venv-newest,the newest releases,torch,--upgrade --upgrade-strategy eager --editable ".[test]")
 
 test-oldest test-newest: test-%: .venv-%/installed
-	.venv-$*/bin/python -m pytest -n 2 --dist loadgroup
+	.venv-$*/bin/python -m pytest -n 2
 
 # The wheel, checked, and tried in an environment that has its dependencies from .venv and nothing else of ours.
 wheel: .venv/installed

@@ -18,8 +18,6 @@ from transformers import Trainer
 from provpt_peft import Relocator
 
 
-# In one worker: all tests share one launch.
-pytestmark = pytest.mark.xdist_group("processes")
 TESTS = Path(__file__).parent
 
 
