@@ -51,6 +51,7 @@ from provpt_peft.optimizer import HEAD_LR, PROMPTS_LR, prompts_lr
 
 
 METHODS = ("linear", "lora", "vpt-deep", "pro-vpt")
+PROMPTED = ("vpt-deep", "pro-vpt")
 # Learning rate of a head alone, or of LoRA; see docs/experiments/recipes.md.
 OTHERS_LR = 3e-3
 # Of `RelocationConfig.preset`. `adding` needs a reserve of prompts, which the script does not make.
@@ -75,7 +76,7 @@ FIXED = {
 }  # fmt: skip
 # Options of some methods, and what they are of.
 OF_METHODS = {
-    **dict.fromkeys(("num_prompts", "prompt_dropout"), ("prompts", ("vpt-deep", "pro-vpt"))),
+    **dict.fromkeys(("num_prompts", "prompt_dropout"), ("prompts", PROMPTED)),
     **dict.fromkeys(("lora_rank", "lora_target_modules"), ("LoRA", ("lora",))),
     "head_learning_rate": ("a head beside something else", ("lora", "vpt-deep", "pro-vpt")),
     "preset": ("relocation", ("pro-vpt",)),
@@ -417,7 +418,7 @@ def run(method: str, splits: datasets.DatasetDict, data: DataArguments, args: Fi
     training = copy.copy(args)
     training.output_dir = str(folder)
     if args.learning_rate is None:
-        training.learning_rate = prompts_lr(args.num_prompts) if method in ("vpt-deep", "pro-vpt") else OTHERS_LR
+        training.learning_rate = prompts_lr(args.num_prompts) if method in PROMPTED else OTHERS_LR
     set_seed(args.seed)
     labels = splits["train"].features["label"].names
     model = make_model(args, labels)
@@ -482,7 +483,7 @@ def run(method: str, splits: datasets.DatasetDict, data: DataArguments, args: Fi
         "file_bytes": file.stat().st_size,
         "seconds": seconds,
         "epochs": [{"epoch": line["epoch"], "validation_accuracy": line["eval_accuracy"]} for line in epochs],
-        "distribution": model.base_model.prompt_distribution() if method in ("vpt-deep", "pro-vpt") else None,
+        "distribution": model.base_model.prompt_distribution() if method in PROMPTED else None,
     }
 
 

@@ -34,6 +34,7 @@ from . import tasks
 from .common import (
     append_lines,
     fit,
+    images_of,
     make_base,
     make_optimizer,
     mean_and_error,
@@ -85,7 +86,7 @@ def run(task_name: str, budget: int, name: str, seed: int, args: Namespace) -> d
     counts = distributions(budget, args)[name]
     task = tasks.load(task_name, args.image_size, args.train_images, args.validation_images, seed)
     data_hash = tasks.data_hash(task)
-    refuse_other_images(args.output, data_hash, {"task": task_name, "seed": seed} | images_of(args))
+    refuse_other_images(task_name, seed, data_hash, args)
     base = make_base(task.num_labels, seed, args.model_name_or_path)
     torch.manual_seed(seed)
     model = get_peft_model(base, ProVPTConfig(num_prompts=counts, modules_to_save=["classifier"]))
@@ -100,11 +101,6 @@ def run(task_name: str, budget: int, name: str, seed: int, args: Namespace) -> d
         "test_accuracy": 100 * tasks.evaluate(model, task.test)[1],
         "data_hash": data_hash, "date": str(date.today()), "torch": torch.__version__,
     }  # fmt: skip
-
-
-def images_of(args: Namespace) -> dict[str, Any]:
-    """What says which images a task has, beside its seed."""
-    return {name: getattr(args, name) for name in ("train_images", "validation_images", "image_size")}
 
 
 def protocol(args: Namespace) -> dict[str, Any]:

@@ -256,13 +256,19 @@ def read_lines(path: Path, settings: dict[str, Any] | None = None) -> list[dict[
     return [line for line in lines if (settings or {}).items() <= line.items()]
 
 
-def refuse_other_images(path: Path, data_hash: str, settings: dict[str, Any]) -> None:
-    """Raise SystemExit if a results file has runs with some settings, task and seed among them, on other images: other
-    versions of a package may draw or split otherwise."""
-    if {line["data_hash"] for line in read_lines(path, settings)} - {data_hash}:
+def images_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What says which images a task has, beside its seed."""
+    return {name: getattr(args, name) for name in ("train_images", "validation_images", "image_size")}
+
+
+def refuse_other_images(task: str, seed: int, data_hash: str, args: argparse.Namespace) -> None:
+    """Raise SystemExit if the results file has runs of a task and a seed on other images: other versions of a package
+    may draw or split otherwise."""
+    same_data = {"task": task, "seed": seed} | images_of(args)
+    if {line["data_hash"] for line in read_lines(args.output, same_data)} - {data_hash}:
         raise SystemExit(
-            f"{path} has runs on other images of {settings['task']}, seed {settings['seed']}, than those that are "
-            f"made here, {data_hash}. Name another file with --output."
+            f"{args.output} has runs on other images of {task}, seed {seed}, than those that are made here, "
+            f"{data_hash}. Name another file with --output."
         )
 
 

@@ -49,8 +49,8 @@ from .prepended import prepend_prompts
 # Width, blocks and heads; image and patch size; prompts a block; images.
 SHAPES = {
     "tiny": ((32, 4, 2), (16, 4), 3, 4),
-    "vit-small": ((384, 12, 6), (224, 16), 10, 8),
-    "vit-base": ((768, 12, 12), (224, 16), 10, 8),
+    "vit-small": (cost.VIT_SHAPES["vit-small"], (224, 16), 10, 8),
+    "vit-base": (cost.VIT_SHAPES["vit-base"], (224, 16), 10, 8),
 }
 NUM_LABELS = 10
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

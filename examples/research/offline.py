@@ -29,6 +29,7 @@ from . import tasks
 from .common import (
     append_lines,
     fit,
+    images_of,
     make_optimizer,
     mean_and_error,
     read_lines,
@@ -65,9 +66,9 @@ COLOURS = {"vpt-deep": VERMILLION, "pro-vpt-default": BLUE}
 
 def protocol(args: argparse.Namespace) -> dict[str, Any]:
     """What all runs of a table have in common."""
-    names = ("epochs", "train_images", "validation_images", "image_size", "num_prompts")
     backbone = {"model": str(args.model_name_or_path or "DINOv2-S"), "device": args.device}
-    return {"recipe": args.recipe} | backbone | {name: getattr(args, name) for name in names}
+    lengths = {"epochs": args.epochs, "num_prompts": args.num_prompts}
+    return {"recipe": args.recipe} | backbone | images_of(args) | lengths
 
 
 def run(method: str, task_name: str, seed: int, setting: Setting, args: argparse.Namespace) -> dict[str, Any]:
@@ -76,9 +77,7 @@ def run(method: str, task_name: str, seed: int, setting: Setting, args: argparse
     recipe = recipe_of(method, args.recipe, args.num_prompts)
     task = tasks.load(task_name, args.image_size, args.train_images, args.validation_images, seed)
     data_hash = tasks.data_hash(task)
-    sizes = ("train_images", "validation_images", "image_size")
-    same_data = {"task": task_name, "seed": seed} | {name: getattr(args, name) for name in sizes}
-    refuse_other_images(args.output, data_hash, same_data)
+    refuse_other_images(task_name, seed, data_hash, args)
     start = (args.num_prompts, args.epochs, prune_share, recipe.prompt_dropout)
     model = make_model(method, task.num_labels, *start, seed, args.model_name_or_path).to(args.device)
     optimizer = make_optimizer(model, learning_rate, recipe.head_learning_rate or learning_rate)
