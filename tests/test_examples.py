@@ -494,6 +494,13 @@ def test_ceiling_runs_the_best_on_fresh_seeds(run_script, tmp_path, checkpoint):
     ]  # fmt: skip
     differences = [fresh[i + 1]["test_accuracy"] - fresh[i]["test_accuracy"] for i in (0, 2)]
     assert f"| {sum(differences) / 2:+.1f} ± {abs(differences[0] - differences[1]) / 2:.1f} (2) |" in output
+    # Standard deviations, by numpy: of the distributions, of the seeds and of the rest.
+    table = np.array([[line["test_accuracy"] for line in search if line["distribution"] == n] for n in validated])
+    rest = table - table.mean(1, keepdims=True) - table.mean(0) + table.mean()
+    noise = (rest**2).sum() / 2
+    of_rows, of_columns = 2 * table.mean(1).var(ddof=1), 3 * table.mean(0).var(ddof=1)
+    parts = [max(0, of_rows - noise) / 2, max(0, of_columns - noise) / 3, noise]
+    assert f"| {' | '.join(f'{part**0.5:.1f}' for part in parts)} |" in output
     # Nothing is run twice.
     assert run_script(*arguments) == output
     assert len(read_results(tmp_path)) == len(lines)

@@ -68,7 +68,7 @@ def random_counts(budget: int, num_blocks: int, number: int) -> list[int]:
 
 
 def uniform_counts(budget: int, num_blocks: int) -> list[int]:
-    """Prompts in each block, as far apart as can be: every second block has one of half as many prompts as blocks."""
+    """Prompts in each block, spread evenly: 6 prompts in 12 blocks are in every second one."""
     blocks = torch.arange(budget) * num_blocks // budget
     return torch.bincount(blocks, minlength=num_blocks).tolist()
 
@@ -202,13 +202,8 @@ def print_table(results: Results) -> None:
         means = [statistics.mean(runs) for runs in accuracies.values()]
         counts = [distributions(budget, args)[name] for name in accuracies]
         ranks = [spearmanr(list(map(trait, counts)), means).statistic for trait in TRAITS.values()]
-        numbers = [
-            uniform,
-            statistics.mean(means),
-            min(means),
-            max(means),
-            *variance_components(torch.tensor(list(accuracies.values())).T),
-        ]
+        spreads = map(math.sqrt, variance_components(torch.tensor(list(accuracies.values())).T))
+        numbers = [uniform, statistics.mean(means), min(means), max(means), *spreads]
         pairs = gains(results, task, budget)
         cells = [task, str(budget), *(f"{number:.1f}" for number in numbers), *(f"{rank:+.2f}" for rank in ranks)]
         cells.append(f"{mean_and_error(pairs, '+.1f')} ({len(pairs)})" if pairs else "")
@@ -251,11 +246,7 @@ def main() -> None:
         "--tasks", nargs="+", default=list(TASKS), choices=tasks.TASKS, help=f"default: {' '.join(TASKS)}"
     )
     parser.add_argument(
-        "--budgets",
-        nargs="+",
-        type=int,
-        default=list(BUDGETS),
-        help="prompts in all, up to four numbers (default: 12 6 24 60)",
+        "--budgets", nargs="+", type=int, default=list(BUDGETS), help="prompts in all (default: 12 6 24 60)"
     )
     parser.add_argument("--distributions", type=int, default=24, help="random ones of a budget (default: 24)")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1], help="of the search (default: 0 1)")
