@@ -1,6 +1,6 @@
-"""The command `provpt`.
+"""The `provpt` command.
 
-A module beside the package, which only a command that runs imports: `--help` and `--version` answer at once.
+This module is outside the package and imports it only to run a command, so `--help` and `--version` answer at once.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 
-_USAGE = """Look at adapters from the command line.
+_USAGE = """Inspect adapters from the command line.
 
-provpt show ADAPTER                     base model, labels, prompts in each block, relocations
-provpt plot ADAPTER -o picture.png      the distribution over blocks, and over time where it is known
-provpt check ADAPTER                    exit code 1 and a reason where something is broken
+provpt show ADAPTER                     print base model, labels, prompts in each block, relocations
+provpt plot ADAPTER -o picture.png      draw the prompts in each block, over time if that is recorded
+provpt check ADAPTER                    check the files; exit with code 1 and a reason if one is broken
 """
-_LONGEST = 40  # bar of `show`, in characters
-_MOST_LABELS = 10  # that `show` names
+_LONGEST = 40  # length of the longest bar of `show`, in characters
+_MOST_LABELS = 10  # most labels that `show` names
 
 
 class _Version(argparse.Action):
@@ -30,27 +30,27 @@ class _Version(argparse.Action):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command, by default the command line's. Returns its exit code: 0, or 1 with a reason on stderr."""
+    """Run a command, by default from `sys.argv`. Returns its exit code: 0, or 1 with a reason on stderr."""
     parser = argparse.ArgumentParser(
         prog="provpt", description=_USAGE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="{show,plot,check}")
     for name, function, explanation in (
-        ("show", _show, "print what an adapter is"),
+        ("show", _show, "print a summary of an adapter"),
         ("plot", _plot, "draw the distribution of an adapter's prompts"),
         ("check", _check, "check an adapter's files"),
     ):
         command = commands.add_parser(name, help=explanation, description=explanation)
-        command.add_argument("adapter", type=Path, help="folder that save_pretrained or the Trainer wrote")
+        command.add_argument("adapter", type=Path, help="folder written by save_pretrained or the Trainer")
         command.set_defaults(function=function)
     plot = commands.choices["plot"]
     plot.add_argument("-o", "--output", type=Path, required=True, help="picture to write, such as out.png")
-    kinds = "prompts by block, prompts over time, or idleness over time (default: over time where known)"
+    kinds = "prompts by block, prompts over time, or idleness over time (default: over time if recorded)"
     plot.add_argument("--kind", choices=("auto", "blocks", "time", "idleness"), default="auto", help=kinds)
     options = parser.parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # terminals without bars
+        sys.stdout.reconfigure(errors="replace")  # terminals that cannot print the bars
     try:
         options.function(options)
     except (ValueError, ImportError, OSError) as error:
@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _show(options: argparse.Namespace) -> None:
-    """Print what an adapter is, in a few lines, with its prompts in each block as a bar chart."""
+    """Print a summary of an adapter, with its prompts in each block as a bar chart."""
     from provpt_peft.records import printable
     from provpt_peft.share.files import PROMPT_BLOCKS, PROMPTS, read_adapter
 

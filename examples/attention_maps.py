@@ -3,9 +3,9 @@
     python examples/attention_maps.py my-adapter photo.jpg other.jpg -o maps.png
     python examples/attention_maps.py my-adapter photo.jpg -o prompts.png --of prompts
 
-One file that can be copied: besides torch and matplotlib it needs transformers, peft and provpt_peft.
+You can copy this one file. It needs torch, matplotlib, transformers, peft and provpt_peft.
 
-Legend: B images, W windows an image, H heads, T tokens, n prompts of a block, h x w patches.
+Legend: B images, W windows per image, H heads, T tokens, n prompts of a block, h x w patches.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from provpt_peft import ProVPTModel, load_image_classifier
 def prompt_attention(model: nn.Module, **inputs: torch.Tensor) -> list[list[float]]:
     """The attention weight that each prompt gets, for each block, in ascending order of the prompts.
 
-    It is the mean over images and heads; from the class token (the first one) where the family has whole images, from
-    all tokens where it has windows.
+    It is the mean over images and heads. The weights are those of the class token (the first one), or their mean over
+    all tokens in families with windows.
 
     Args:
         model: A model with a PROVPT adapter, which is enabled.
-        inputs: What the model takes, such as `pixel_values`.
+        inputs: Inputs of the model, such as `pixel_values`.
 
     Raises:
-        ValueError: If no adapter is enabled, or one of VPT-Shallow.
+        ValueError: If no adapter is enabled, or a VPT-Shallow one.
     """
     tuner = _tuner(model)
     weights = _attention_weights(model, tuner, inputs)
@@ -47,21 +47,19 @@ def prompt_attention(model: nn.Module, **inputs: torch.Tensor) -> list[list[floa
 
 
 def plot_prompt_attention(model: nn.Module, **inputs: torch.Tensor) -> Figure:
-    """The attention weights on the prompts of each block, a dot for each prompt and a bar for their sum: saturated and
-    deficient blocks at a glance.
+    """The attention weights on the prompts of each block: a dot for each prompt, a bar for their sum. It shows
+    saturated and deficient blocks at a glance.
 
     Args:
         model: A model with a PROVPT adapter, which is enabled.
-        inputs: What the model takes, such as `pixel_values`.
+        inputs: Inputs of the model, such as `pixel_values`.
 
     Raises:
-        ValueError: If no adapter is enabled, or one of VPT-Shallow, or if no block has prompts.
+        ValueError: If no adapter is enabled, or a VPT-Shallow one, or if no block has prompts.
     """
     means = prompt_attention(model, **inputs)
     if not any(means):
-        raise ValueError(
-            "A block must have prompts to be attended to, got all prompts in no block. Move one to a block."
-        )
+        raise ValueError("At least one block must have prompts, got all prompts in no block. Move one to a block.")
     figure = Figure(figsize=(max(5.0, 0.35 * len(means) + 1.5), 3.5), layout="constrained")
     axes = figure.subplots()
     blocks = range(1, len(means) + 1)
@@ -76,20 +74,20 @@ def plot_prompt_attention(model: nn.Module, **inputs: torch.Tensor) -> Figure:
 
 
 def attention_map(model: nn.Module, pixel_values: torch.Tensor) -> torch.Tensor:
-    """Where the class token looks in the last block, as shares of its attention on patches, (B, h, w).
+    """Where the class token looks in the last block, as shares of its attention to the patches, (B, h, w).
 
     Args:
         model: A model with a PROVPT adapter and a class token.
         pixel_values: (B, 3, height, width).
 
     Raises:
-        ValueError: If the family has no class token, or none that sees all patches, as with windows; or if no adapter
-            is enabled, or one of VPT-Shallow.
+        ValueError: If the family has no class token that sees all patches (families with windows have none), or if no
+            adapter is enabled, or a VPT-Shallow one.
     """
     tuner = _tuner(model)
     family = tuner.blocks[-1].family
     if family.windowed:
-        raise ValueError(f"A map needs a class token that sees all patches, which {family.name} has not. Use a ViT's.")
+        raise ValueError(f"A map needs a class token that sees all patches, which {family.name} lacks. Use a ViT.")
     patch = tuner.patch_size
     sides = (patch, patch) if isinstance(patch, int) else patch
     height, width = (side // of_patch for side, of_patch in zip(pixel_values.shape[2:], sides, strict=True))
@@ -105,11 +103,11 @@ def attention_map(model: nn.Module, pixel_values: torch.Tensor) -> torch.Tensor:
 
 
 def plot_attention_maps(models: Mapping[str, nn.Module], pixel_values: torch.Tensor) -> Figure:
-    """Images, and beside each where the class token of each model looks in its last block.
+    """Images, and beside each of them where each model's class token looks in its last block.
 
     Args:
-        models: By name, models with a PROVPT adapter and a class token, for example VPT-Deep and PRO-VPT.
-        pixel_values: (B, 3, height, width), normalised as the models take them.
+        models: Models with a PROVPT adapter and a class token, by name, for example VPT-Deep and PRO-VPT.
+        pixel_values: (B, 3, height, width), normalised as the models expect.
 
     Raises:
         ValueError: If a model has no class token that sees all patches.
@@ -137,11 +135,11 @@ def _tuner(model: nn.Module) -> ProVPTModel:
     tuner = next((module for module in model.modules() if isinstance(module, ProVPTModel)), None)
     if tuner is None or tuner.bank.enabled_adapter is None:
         raise ValueError(
-            f"The picture is of a model's prompts, but the {type(model).__name__} has no PROVPT adapter that is "
+            f"The picture shows a model's prompts, but the {type(model).__name__} has no PROVPT adapter that is "
             "enabled. Wrap it with `get_peft_model`, or load an adapter."
         )
     if tuner.bank.enabled_adapter in tuner.bank.shallow:
-        raise ValueError("The picture is of prompts in each block, and those of VPT-Shallow are tokens. Use another.")
+        raise ValueError("The picture shows prompts in each block, but those of VPT-Shallow are tokens. Use VPT-Deep.")
     return tuner
 
 
@@ -162,7 +160,7 @@ def _attention_weights(model: nn.Module, tuner: ProVPTModel, inputs: Mapping[str
 
 @contextmanager
 def _recorded(tuner: ProVPTModel, found: list[torch.Tensor]) -> Iterator[None]:
-    """Let all blocks run as `eager`, which gives weights, and keep those."""
+    """Run all blocks with `eager` attention, which returns the weights, and keep these."""
 
     def recording(block: Any) -> Any:
         def attend(
@@ -173,7 +171,7 @@ def _recorded(tuner: ProVPTModel, found: list[torch.Tensor]) -> Iterator[None]:
             implementation: str | None = None,
             **kwargs: Any,
         ) -> Any:
-            # What was a mask for sdpa would be added to the logits.
+            # A boolean mask is for sdpa; `eager` would add it to the logits.
             if mask is not None and mask.dtype == torch.bool:
                 mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
             output, weights = type(block).attend(block, query, key, value, mask, implementation="eager", **kwargs)
@@ -195,13 +193,13 @@ def main() -> None:
     """Load an adapter and images, draw, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("adapter", help="folder that save_pretrained wrote, or Hub id")
-    parser.add_argument("images", nargs="+", help="image files or addresses")
+    parser.add_argument("images", nargs="+", help="image files or URLs")
     parser.add_argument("-o", "--output", type=Path, required=True, help="picture to write, such as maps.png")
     parser.add_argument(
         "--of",
         choices=("maps", "prompts"),
         default="maps",
-        help="where the class token looks, or the share of each prompt (default: maps)",
+        help="where the class token looks, or each prompt's share of the attention (default: maps)",
     )
     options = parser.parse_args()
     model, image_processor, _ = load_image_classifier(options.adapter)

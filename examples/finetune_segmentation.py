@@ -1,4 +1,4 @@
-"""Semantic segmentation with PRO-VPT, or with VPT-Deep or a new head alone to compare.
+"""Semantic segmentation with PRO-VPT, or with VPT-Deep or a new head alone for comparison.
 
 Offline, on generated scenes with the demo's DINOv2-S:
 
@@ -6,7 +6,7 @@ Offline, on generated scenes with the demo's DINOv2-S:
     python -m examples.research.scenes --size 112
     python examples/finetune_segmentation.py
 
-ADE20K as the paper has it, SETR-PUP on a ViT-B/16, or UperNet on a Swin:
+ADE20K as in the paper with SETR-PUP on a ViT-B/16, or with UperNet on a Swin:
 
     python examples/finetune_segmentation.py --data_folder ADEChallengeData2016 \\
         --train_split training --test_split validation --num_labels 150 --reduce_labels true --augment true \\
@@ -18,7 +18,7 @@ ADE20K as the paper has it, SETR-PUP on a ViT-B/16, or UperNet on a Swin:
 `--methods head vpt-deep pro-vpt` trains three models, one after the other. A method's folder in `--output_dir` holds
 its adapter, logs and, with `--save_strategy epoch`, checkpoints to resume from.
 
-A data folder has `images/<split>/NAME.jpg` (or png) and `annotations/<split>/NAME.png`, class numbers of the pixels.
+A data folder has `images/<split>/NAME.jpg` (or png), and the pixels' class numbers in `annotations/<split>/NAME.png`.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ from provpt_peft import ProVPTConfig, RelocationConfig, RelocationTrainerCallbac
 
 
 METHODS = ("head", "vpt-deep", "pro-vpt")
-# Of `RelocationConfig.preset`. `adding` needs a reserve of prompts, which the script does not make.
+# Names for `RelocationConfig.preset`. `adding` needs a reserve of prompts, which the script does not create.
 PRESETS = ("default", "paper", "A", "B", "C", "D", "E", "F", "G")
 # The demo's backbone, and its scenes at `--image_size`.
 DEMO = Path(".cache/dinov2-small")
 SCENES = ".cache/scenes-{size}"
-# The class number of pixels that do not count.
+# The class number of ignored pixels.
 IGNORED = 255
 SCALES = (0.5, 0.75, 1.0, 1.25, 1.5, 1.75)
 HEADS = {"setr-pup": ["head"], "upernet": ["decode_head", "auxiliary_head"]}
-# Options of `TrainingArguments` that have to keep their values, and why.
+# Options of `TrainingArguments` that have to keep their defaults, and why.
 FIXED = {
     **dict.fromkeys(
         (
@@ -76,7 +76,7 @@ FIXED = {
             "include_for_metrics", "prediction_loss_only", "metric_for_best_model", "bf16_full_eval", "fp16_full_eval",
             "per_device_eval_batch_size",
         ),
-        "the script trains, and tests once at the end with a metric of its own",
+        "the script trains, and tests once at the end with its own metric",
     ),
     **dict.fromkeys(
         (
@@ -87,30 +87,32 @@ FIXED = {
     ),
     **dict.fromkeys(("label_names", "label_smoothing_factor"), "the loss is the model's own"),
     "remove_unused_columns": "the data set gives what the model takes",
-    "optim_target_modules": "optimizers that take modules cannot give prompts and head learning rates of their own",
+    "optim_target_modules": "optimizers that take modules cannot give prompts and head separate learning rates",
 }  # fmt: skip
-# What does nothing without prompts.
+# Options that do nothing without prompts.
 PROMPT_OPTIONS = ("num_prompts", "prompt_dropout", "learning_rate")
 
 
 @dataclass
 class SegmentationArguments(TrainingArguments):
-    """Which images, which model, what is trained in it, and how."""
+    """The images, the model, the methods and the training settings."""
 
     data_folder: Path | None = field(
         default=None, metadata={"help": "Folder with `images` and `annotations`. Default: the demo's scenes."}
     )
     train_split: str = field(default="train", metadata={"help": "Sub-folder to train on."})
     test_split: str = field(default="test", metadata={"help": "Sub-folder to test on, once, after training."})
-    num_labels: int = field(default=4, metadata={"help": "Classes, that of the ground too."})
+    num_labels: int = field(default=4, metadata={"help": "Number of classes, including the background."})
     reduce_labels: bool = field(
-        default=False, metadata={"help": "Class 0 does not count and the others move down by one, as in ADE20K."}
+        default=False, metadata={"help": "Ignore class 0 and move the others down by one, as in ADE20K."}
     )
     model_name_or_path: str = field(
         default=str(DEMO), metadata={"help": f"Checkpoint of the backbone. Default: the demo's, {DEMO}."}
     )
-    head: str = field(default="setr-pup", metadata={"help": "For ViTs, or for Swin.", "choices": tuple(HEADS)})
-    head_channels: int = field(default=64, metadata={"help": "Channels of the head; the papers have 256 and 512."})
+    head: str = field(
+        default="setr-pup", metadata={"help": "`setr-pup` for ViTs, `upernet` for Swin.", "choices": tuple(HEADS)}
+    )
+    head_channels: int = field(default=64, metadata={"help": "Channels of the head; the papers use 256 and 512."})
     image_size: int = field(default=112, metadata={"help": "Side of a training image in pixels."})
     augment: bool = field(
         default=False, metadata={"help": "Scale by 0.5 to 2, crop and flip the training images, as is usual."}
@@ -119,10 +121,10 @@ class SegmentationArguments(TrainingArguments):
         default=False, metadata={"help": f"Test at scales {', '.join(map(str, SCALES))} and flipped as well."}
     )
     methods: list[str] = field(
-        default_factory=lambda: ["pro-vpt"],
-        metadata={"help": "What to train; several are trained one after the other and compared.", "choices": METHODS},
+        default_factory=lambda: ["vpt-deep"],
+        metadata={"help": "Methods to train, one after the other, and to compare.", "choices": METHODS},
     )
-    num_prompts: int = field(default=5, metadata={"help": "Prompts in each block at the start."})
+    num_prompts: int = field(default=10, metadata={"help": "Prompts in each block at the start."})
     prompt_dropout: float = field(default=0.0, metadata={"help": "Dropout on the prompts."})
     learning_rate: float = field(default=3e-3, metadata={"help": "Learning rate of the prompts."})
     head_learning_rate: float = field(default=1e-3, metadata={"help": "Learning rate of the head."})
@@ -132,7 +134,7 @@ class SegmentationArguments(TrainingArguments):
         metadata={"help": "How prompts are relocated: a name of `RelocationConfig.preset`.", "choices": PRESETS},
     )
     resume_from_checkpoint: str | None = field(
-        default=None, metadata={"help": "Folder of a checkpoint to go on from, of the one method of `--methods`."}
+        default=None, metadata={"help": "Checkpoint folder to resume from. Give only its method in `--methods`."}
     )
 
     def __post_init__(self) -> None:
@@ -152,7 +154,7 @@ class SegmentationArguments(TrainingArguments):
 
 
 def parse() -> SegmentationArguments:
-    """Read the command line. Ends the program with a reason, before anything is loaded, where it cannot be heeded."""
+    """Read the command line. If it is not valid, exit with the reason before anything is loaded."""
     parser = HfArgumentParser(
         SegmentationArguments,
         description=__doc__.splitlines()[0],
@@ -183,35 +185,35 @@ def check(args: SegmentationArguments, changed: set[str]) -> None:
 
     Args:
         args: The options.
-        changed: Names of those that have other values than by default.
+        changed: Names of the options that differ from their defaults.
 
     Raises:
-        ValueError: With what to do instead.
-        ImportError: If a library is missing that `--optim` needs.
+        ValueError: If an option would be ignored. The message says what to do.
+        ImportError: If `--optim` needs a library that is missing.
     """
     for name, reason in FIXED.items():
         if name in changed:
             raise ValueError(f"`--{name}` has to keep its default: {reason}.")
-    ProVPTConfig(num_prompts=args.num_prompts, prompt_dropout=args.prompt_dropout)  # refuses what is out of range
+    ProVPTConfig(num_prompts=args.num_prompts, prompt_dropout=args.prompt_dropout)  # checks their ranges
     if set(args.methods) == {"head"}:
         for name in PROMPT_OPTIONS:
             if name in changed:
-                raise ValueError(f"`--{name}` is of prompts, which `--methods head` has none of.")
+                raise ValueError(f"`--{name}` applies to prompts, but `--methods head` has none. Leave it out.")
     if "preset" in changed and "pro-vpt" not in args.methods:
         raise ValueError("`--preset` says how prompts are relocated, so `--methods` must have `pro-vpt`.")
     if args.resume_from_checkpoint is not None:
         if len(args.methods) > 1:
-            raise ValueError("A checkpoint is of one method: give `--resume_from_checkpoint` one of `--methods`.")
+            raise ValueError("A checkpoint belongs to one method: give only that one in `--methods`.")
         if not Path(args.resume_from_checkpoint, "trainer_state.json").is_file():
             raise ValueError(
                 f"`--resume_from_checkpoint` must be a folder that the Trainer saved, got "
-                f"{args.resume_from_checkpoint}, in which there is no trainer_state.json."
+                f"{args.resume_from_checkpoint}, which has no trainer_state.json."
             )
     optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(args)
     takes_groups = isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
     if not takes_groups or options.keys() & {"params", "model", "optimizer_dict"}:
         raise ValueError(
-            f"`--optim {args.optim.value}` cannot give prompts and head rates of their own. Use another, such "
+            f"`--optim {args.optim.value}` cannot give prompts and head separate rates. Use another, such "
             "as `adamw_torch` or `sgd`."
         )
 
@@ -252,7 +254,7 @@ class Scenes(torch.utils.data.Dataset):
         return len(self.images)
 
     def open(self, index: int) -> tuple[Image.Image, np.ndarray]:
-        """A picture and its class numbers (height, width), as they are in the files."""
+        """A picture and its class numbers (height, width), at their original size."""
         path = self.images[index]
         labels = np.array(Image.open(self.annotations / f"{path.stem}.png"), dtype=np.int64)
         if self.args.reduce_labels:
@@ -262,7 +264,7 @@ class Scenes(torch.utils.data.Dataset):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         picture, labels = self.open(index)
         size = self.args.image_size
-        # A number of the generator that the data loader seeds for each worker.
+        # From the generator that the data loader seeds in each worker.
         scale = 2 ** float(torch.empty(()).uniform_(-1, 1)) if self.augment else None
         if scale is None:
             width = height = size
@@ -289,13 +291,13 @@ class Scenes(torch.utils.data.Dataset):
 
 
 class ProgressiveUpsampling(nn.Module):
-    """Four times convolution, batch norm, ReLU and twice the size; then the classes.
+    """Four steps of convolution, batch norm, ReLU and upsampling by 2, then a classifier.
 
     Args:
-        width: D, the channels of what comes in.
+        width: D, the number of input channels.
         num_labels: C.
-        channels: Channels in between.
-        steps: How often.
+        channels: Number of channels inside.
+        steps: Number of steps.
     """
 
     def __init__(self, width: int, num_labels: int, channels: int = 256, steps: int = 4) -> None:
@@ -317,7 +319,7 @@ class ProgressiveUpsampling(nn.Module):
 
 
 class SetrPup(nn.Module):
-    """A vision transformer of transformers with the head of SETR-PUP on its last tokens.
+    """A vision transformer from transformers with the head of SETR-PUP on its last tokens.
 
     Args:
         backbone: A model whose `last_hidden_state` ends with the tokens of the patches, such as ViT, DeiT, DINOv2.
@@ -329,16 +331,16 @@ class SetrPup(nn.Module):
         super().__init__()
         self.backbone = backbone
         self.head = ProgressiveUpsampling(backbone.config.hidden_size, num_labels, channels)
-        # ViT and DeiT have to be told of another size, DINOv2 adapts by itself.
+        # ViT and DeiT need an option for other image sizes, DINOv2 adapts by itself.
         names = inspect.signature(backbone.forward).parameters
         self.size_options = {"interpolate_pos_encoding": True} if "interpolate_pos_encoding" in names else {}
 
     def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor | None = None) -> SemanticSegmenterOutput:
-        """Logits of each pixel, and the mean cross-entropy where there are labels.
+        """Logits of each pixel, and the mean cross-entropy if there are labels.
 
         Args:
             pixel_values: (B, 3, height, width), both divisible by the patch size.
-            labels: Class numbers (B, H, W), 255 for pixels that do not count.
+            labels: Class numbers (B, H, W), 255 for ignored pixels.
         """
         patch = self.backbone.config.patch_size
         height, width = (side // patch for side in pixel_values.shape[2:])
@@ -357,7 +359,7 @@ def make_model(args: SegmentationArguments) -> nn.Module:
         return SetrPup(AutoModel.from_pretrained(args.model_name_or_path), args.num_labels, args.head_channels)
     backbone_config = AutoConfig.from_pretrained(args.model_name_or_path)
     backbone_config.out_features = backbone_config.stage_names[-4:]
-    # `AutoBackbone.from_pretrained` takes no local folder.
+    # `AutoBackbone.from_pretrained` does not take a local folder.
     backbone_class = MODEL_FOR_BACKBONE_MAPPING[type(backbone_config)]
     backbone = backbone_class.from_pretrained(args.model_name_or_path, config=backbone_config)
     config = UperNetConfig(
@@ -370,8 +372,8 @@ def make_model(args: SegmentationArguments) -> nn.Module:
 
 
 def adapt(method: str, model: nn.Module, args: SegmentationArguments) -> nn.Module | PeftModel:
-    """Freeze the model but for what is new in it, and add prompts where the method has some."""
-    # Beside the head the norms that transformers puts on the feature maps of a Swin, which no checkpoint has.
+    """Freeze the model except for its new parts, and add prompts if the method has some."""
+    # The head, and the norms that transformers puts on a Swin's feature maps. No checkpoint has them.
     new = HEADS[args.head] + [name for name, _ in model.named_modules() if "hidden_states_norms." in name]
     if method != "head":
         config = ProVPTConfig(num_prompts=args.num_prompts, prompt_dropout=args.prompt_dropout, modules_to_save=new)
@@ -391,14 +393,14 @@ def predict(
 ) -> torch.Tensor:
     """Class numbers (height, width) of a whole picture, its short side resized to the training images' size.
 
-    With several scales, probabilities at each, of the picture and of its mirror image, are averaged.
+    With several scales, the probabilities are averaged over the scales, for the picture and its mirror image.
 
     Args:
-        model: Gives logits.
-        data: Knows how to prepare a picture.
-        picture: Of any size.
-        multiple: What sides have to be divisible by.
-        scales: Of that size.
+        model: A model that returns logits.
+        data: The data set, which defines how to prepare a picture.
+        picture: A picture of any size.
+        multiple: The sides are rounded to multiples of this.
+        scales: Factors of the training images' size.
     """
     device = next(model.parameters()).device
     width, height = picture.size
@@ -415,14 +417,14 @@ def predict(
 
 
 def count_pixels(prediction: np.ndarray, labels: np.ndarray, num_labels: int) -> np.ndarray:
-    """How many pixels of each class are found as each class, (C, C) by label and prediction."""
+    """The confusion matrix in pixels, (C, C), by label and prediction."""
     known = labels != IGNORED
     pairs = labels[known] * num_labels + prediction[known]
     return np.bincount(pairs, minlength=num_labels**2).reshape(num_labels, num_labels)
 
 
 def mean_iou(counts: np.ndarray) -> dict[str, Any]:
-    """Intersection over union of each class and their mean, and the share of right pixels, from counts (C, C)."""
+    """Intersection over union of each class and their mean, and the share of correct pixels, from counts (C, C)."""
     both = counts.diagonal()
     either = counts.sum(axis=0) + counts.sum(axis=1) - both
     # A class that is neither in the labels nor predicted has none.
@@ -488,7 +490,7 @@ def run(method: str, args: SegmentationArguments) -> dict[str, Any]:
         moves = sum(record.block != record.from_block for record in callback.history)
         print(f"{moves} moves; prompts in each block: {model.base_model.prompt_distribution()}")
     test = Scenes(args.data_folder, args.test_split, processor, args)
-    # A ViT's sides are whole patches; a Swin pads by itself.
+    # For a ViT the sides must be whole patches; a Swin pads by itself.
     multiple = AutoConfig.from_pretrained(args.model_name_or_path).patch_size if args.head == "setr-pup" else 32
     return {
         "method": method,

@@ -3,19 +3,19 @@
     python examples/serve.py --base_model google/vit-base-patch16-224-in21k --adapters outputs
     curl --data-binary @rose.jpg http://127.0.0.1:8000/tasks/flowers
 
-Each folder in `--adapters` is a task by its name. A task is loaded when it is first asked for; a folder that is put
-there or taken away while the service runs is a task from then on, or none. Requests that arrive together, whatever
-their tasks, go through the backbone in one batch.
+Each folder in `--adapters` is a task with the folder's name. A task is loaded at its first request. You can add and
+remove folders while the service runs. Requests that arrive together go through the backbone in one batch, whatever
+their tasks.
 
 | request | answer |
 | --- | --- |
-| `POST /tasks/NAME`, the image's file as the body | the label, and the score of each label |
-| `GET /tasks` | the tasks that there are, and those that are in memory |
-| `DELETE /tasks/NAME` | the task is let go, and read from its folder when it is asked for again |
+| `POST /tasks/NAME` with the image file as the body | the label, and the score of each label |
+| `GET /tasks` | all tasks, and those in memory |
+| `DELETE /tasks/NAME` | the task is removed from memory, and loaded again at its next request |
 | `GET /` | a page to try it by hand |
 
-Status codes: 404 there is no such task, 413 the image is too large, 415 the body is no image, 500 the task's adapter
-is broken, 503 too many requests are waiting. An error is of its own request only.
+Status codes: 404 there is no such task, 413 the image is too large, 415 the body is not an image, 500 the task's
+adapter is broken, 503 too many requests are waiting. An error affects only its own request.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ find("image").onchange = find("task").onchange = async () => {
 
 @dataclass
 class Limits:
-    """What the service takes.
+    """Limits of the service.
 
     Args:
-        batch_size: Images that go through the backbone at once.
-        waiting: Requests that are read, wait or are computed at most.
-        pixels: Pixels of an image.
-        size: Bytes of its file.
+        batch_size: Maximum number of images in a batch.
+        waiting: Maximum number of requests at a time: being read, waiting or being computed.
+        pixels: Maximum number of pixels of an image.
+        size: Maximum size of its file in bytes.
     """
 
     batch_size: int = 32
@@ -73,12 +73,12 @@ class Limits:
     size: int = 20_000_000
 
 
-# Its task, its image, and where its prediction is awaited.
+# A request: its task, its image, and the future for its prediction.
 Waiting = tuple[str, Image.Image, "asyncio.Future[Prediction]"]
 
 
 class Batches:
-    """Puts requests that wait together through the pool, in a thread of its own.
+    """Runs waiting requests through the pool in batches, in a separate thread.
 
     Args:
         pool: The tasks.
@@ -102,7 +102,7 @@ class Batches:
         return await result
 
     async def run(self) -> None:
-        """Serve for ever. While a batch is computed, the next one gathers."""
+        """Serve forever. While a batch is computed, the next one is collected."""
         loop = asyncio.get_running_loop()
         while True:
             batch = [await self._waiting.get()]
@@ -111,7 +111,7 @@ class Batches:
             requests = [(task, image) for task, image, _ in batch]
             answers = await loop.run_in_executor(self._thread, self._answer, requests)
             for (_, _, result), answer in zip(batch, answers, strict=True):
-                if result.cancelled():  # its client has gone
+                if result.cancelled():  # its client has disconnected
                     continue
                 if isinstance(answer, Exception):
                     result.set_exception(answer)
@@ -132,7 +132,7 @@ class Batches:
         except Exception as error:
             if len(requests) == 1:
                 return [error]
-            # One by one: what fails is its own request's.
+            # One by one, so that an error affects only its own request.
             return [answer for request in requests for answer in self._answer([request])]
         return [wrong[task] if task in wrong else next(found) for task, _ in requests]
 
@@ -141,38 +141,38 @@ def read_image(content: bytes, limits: Limits) -> Image.Image:
     """An image from a file's bytes.
 
     Raises:
-        HTTPException: 413 if it is too large, 415 if it is no image.
+        HTTPException: 413 if it is too large, 415 if it is not an image.
     """
     try:
         image = Image.open(io.BytesIO(content))
         if image.width * image.height > limits.pixels:
             raise HTTPException(
-                413, f"An image may have {limits.pixels:,} pixels, got {image.width} x {image.height}."
+                413, f"An image may have at most {limits.pixels:,} pixels, got {image.width} x {image.height}."
             )
-        if image.mode.startswith(("I", "F")):  # Pillow would cut, not scale
-            raise HTTPException(415, f"An image must have 8 bits a channel, got Pillow's mode {image.mode}.")
+        if image.mode.startswith(("I", "F")):  # Pillow would clip, not scale
+            raise HTTPException(415, f"An image must have 8 bits per channel, got Pillow's mode {image.mode}.")
         return ImageOps.exif_transpose(image).convert("RGB")
     except Image.DecompressionBombError as error:
-        raise HTTPException(413, f"An image may have {limits.pixels:,} pixels. {error}") from None
+        raise HTTPException(413, f"An image may have at most {limits.pixels:,} pixels. {error}") from None
     except HTTPException:
         raise
-    except Exception as error:  # Pillow raises many kinds
-        raise HTTPException(415, f"The body must be an image's file: {error}") from None
+    except Exception as error:  # Pillow raises many kinds of errors
+        raise HTTPException(415, f"The body must be an image file: {error}") from None
 
 
 def make_app(base_model: str, adapters: Path, limits: Limits, capacity: int = 1000, device: str = "cpu") -> FastAPI:
-    """The service.
+    """Make the service.
 
     Args:
         base_model: Folder or Hub id of the backbone.
         adapters: Folder of the adapters.
-        limits: What it takes.
-        capacity: Tasks in memory at most.
+        limits: Limits of the service.
+        capacity: Maximum number of tasks in memory.
         device: Where to compute.
     """
 
     def find(name: str) -> Path | None:
-        plain = name == Path(name).name and name != ".." and len(name) < 200  # no path
+        plain = name == Path(name).name and name != ".." and len(name) < 200  # not a path
         return adapters / name if plain and (adapters / name / "adapter_config.json").is_file() else None
 
     pool = ClassifierPool(base_model, find, capacity=capacity, device=device)
@@ -209,7 +209,7 @@ def make_app(base_model: str, adapters: Path, limits: Limits, capacity: int = 10
     async def classify(name: str, request: Request) -> dict[str, Any]:
         if find(name) is None:
             raise HTTPException(404, f"There is no task {name!r}.")
-        if places.locked():  # before anything of it is in memory
+        if places.locked():  # before its body is read
             raise HTTPException(503, "Too many requests are waiting.", headers={"Retry-After": "1"})
         try:
             async with places:
@@ -217,7 +217,7 @@ def make_app(base_model: str, adapters: Path, limits: Limits, capacity: int = 10
                 async for part in request.stream():
                     content += part
                     if len(content) > limits.size:
-                        raise HTTPException(413, f"A file may have {limits.size:,} bytes.")
+                        raise HTTPException(413, f"A file may have at most {limits.size:,} bytes.")
                 loop = asyncio.get_running_loop()
                 image = await loop.run_in_executor(decoding, read_image, bytes(content), limits)
                 prediction = await batches.classify(name, image)
@@ -234,14 +234,14 @@ def main() -> None:
     limits = Limits()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base_model", required=True, help="folder or Hub id of the backbone")
-    parser.add_argument("--adapters", type=Path, required=True, help="folder of the adapters, one folder a task")
-    parser.add_argument("--capacity", type=int, default=1000, help="tasks in memory at most (default: 1000)")
+    parser.add_argument("--adapters", type=Path, required=True, help="folder of the adapters, one sub-folder per task")
+    parser.add_argument("--capacity", type=int, default=1000, help="maximum number of tasks in memory (default: 1000)")
     parser.add_argument("--device", default="cpu", help="where to compute (default: cpu)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: 8000)")
     for name, text in {
-        "batch_size": "images in a batch", "waiting": "requests at a time at most",
-        "pixels": "pixels of an image at most", "size": "bytes of its file at most",
+        "batch_size": "maximum number of images in a batch", "waiting": "maximum number of requests at a time",
+        "pixels": "maximum number of pixels of an image", "size": "maximum size of an image file in bytes",
     }.items():  # fmt: skip
         default = getattr(limits, name)
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: {default})")

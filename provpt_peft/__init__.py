@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """What is slow to import, when it is asked for: the callback needs the Trainer's modules, pictures matplotlib."""
+    """Import on first use what is slow to import: the callback needs the Trainer's modules, figures matplotlib."""
     if name == "RelocationTrainerCallback":
         return import_module(".trainer.callback", __name__).RelocationTrainerCallback
     if name == "figures":

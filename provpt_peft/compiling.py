@@ -1,4 +1,4 @@
-"""What `torch.compile` is told about sizes that moves change, and what older releases of PyTorch lack for it."""
+"""Hints to `torch.compile` about sizes that change when prompts move, with fallbacks for older PyTorch releases."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _IS_EXPORTING = getattr(torch.compiler, "is_exporting", None)
 
 
 def take_any_size(tensor: torch.Tensor, dim: int) -> None:
-    """Let one compiled graph take any size, from 1 on, of a tensor's dimension.
+    """Let one compiled graph accept any size of at least 1 in a tensor's dimension.
 
-    Releases of PyTorch that cannot be told a least size compile a further graph where the size is 1.
+    PyTorch releases that take no minimum size compile another graph for size 1.
     """
     if _TAKES_LEAST_SIZE:
         mark_unbacked(tensor, dim, min=1)
@@ -24,5 +24,5 @@ def take_any_size(tensor: torch.Tensor, dim: int) -> None:
 
 
 def is_exporting() -> bool:
-    """Whether `torch.export` is at work. PyTorch 2.6 does not tell, and cannot export PEFT's models."""
+    """Whether `torch.export` is running. PyTorch 2.6 does not tell, but it cannot export PEFT's models either."""
     return _IS_EXPORTING is not None and _IS_EXPORTING()

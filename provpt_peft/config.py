@@ -1,4 +1,4 @@
-"""`ProVPTConfig`: what inference needs to know of an adapter."""
+"""`ProVPTConfig`: what inference needs to know about an adapter."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DESCRIBE_YOUR_OWN = (
     "Describe another backbone in the config: ProVPTConfig(backbone={"
     '"block": "MyLayer", "attention": "attention", "norm": "norm1", '
     '"key": "attention.k_proj", "value": "attention.v_proj"}), where `block` is the class name of its transformer '
-    "blocks and the rest are paths inside a block. Its attention module has to call transformers' attention registry."
+    "blocks and the rest are paths inside a block. Its attention module must call transformers' attention registry."
 )
 
 
@@ -37,18 +37,19 @@ class BackboneFamily:
         name: Name of the family, for messages.
         block: Class name of the block module. Every module of that class is a block, in forward order.
         attention: Path of the attention module in the block. It calls transformers' attention registry with its own
-            `config`, or there is a function for it in `own_attention`.
-        norm: Path of a norm of the block's width, the one that the block's input passes on its way to the attention.
-        key: Path of the projection of normed tokens to the attention's keys.
-        value: Path of that to its values.
-        windowed: Whether the attention sees windows of an image (batch times windows) and not whole images.
-        extra_tokens: Whether a block takes more tokens than its image has, as VPT-Shallow needs it: without windows,
-            masks and biases of the image's size.
-        norm_first: Whether the norm comes before the attention. If not, prompts are projected as they are.
+            `config`, or `own_attention` has a function for it.
+        norm: Path of a norm of the block's width. See `norm_first` for where it is.
+        key: Path of the projection that computes the attention's keys from normed tokens.
+        value: Path of the projection that computes its values.
+        windowed: Whether the attention sees windows (batch size times windows per image) instead of whole images.
+        extra_tokens: Whether a block accepts extra tokens, as VPT-Shallow needs: it has no windows, and no masks or
+            biases tied to the image size.
+        norm_first: Whether the norm comes before the attention. If not, prompts are projected without it.
         normalize_keys: Whether keys are scaled to length 1 (cosine attention).
-        not_in: Class names of modules whose blocks are of the same class but see no images: text towers, decoders.
+        not_in: Class names of modules to exclude. Their blocks have the same class but see no images: text towers,
+            decoders.
         own_attention: For an attention module that does not call the registry: a function that takes the module and
-            what its `forward` takes, and returns what the registry would be given.
+            the arguments of its `forward`, and returns the arguments for the registry's attention function.
     """
 
     name: str
@@ -84,44 +85,47 @@ class ProVPTConfig(PeftConfig):
 
     Args:
         num_prompts (`int` or `list[int]`, defaults to 10):
-            Prompts at the start of training: one number for every block (VPT-Deep), or a list of L numbers, one a
-            block. The paper uses 1 to 200 a block, 10 is a good first try. Their sum is the budget N of the paper
-            (Sec. 3.1), which relocation never changes.
+            Prompts per block at the start of training: one number for all blocks (VPT-Deep), or a list of L numbers,
+            one per block. The paper uses 1 to 200 per block; 10 is a good first try. The sum over blocks is the
+            paper's budget N (Sec. 3.1), which relocation never changes.
         reserve (`int`, defaults to 0):
-            Prompts beyond those that start in no block. They cost nothing until relocation adds them
+            Additional prompts that start in no block. They cost nothing until relocation adds them
             (`RelocationConfig.preset("adding")`).
         prompt_dropout (`float`, defaults to 0.0):
-            Dropout on the entries of the prompts, independently for each image, in training only. In [0, 1). The paper
-            trains with 0.1 (Tab. i, "drop rate"); in short training it costs accuracy, and it makes a step slower.
+            Dropout rate in [0, 1) on the entries of the prompts, independent for each image, in training only. The
+            paper uses 0.1 (Tab. i, "drop rate"). In short training it costs accuracy, and it makes each step slower.
         backbone_dropout (`bool`, defaults to False):
             Whether dropout, drop path and other randomness of the frozen backbone stay on in training. VPT trains with
             a deterministic backbone.
         shallow (`bool`, defaults to False):
-            VPT-Shallow: `num_prompts` prompts in all, which enter the first block as tokens, travel through all blocks
-            and are dropped after the last. They do not move. For vision transformers without windows and without masks
-            or biases of the image's size. Hidden states between the blocks hold the prompts' tokens in front.
+            VPT-Shallow: `num_prompts` prompts in total, which enter the first block as tokens, pass through all blocks
+            and are dropped after the last. They do not move. Needs a vision transformer without windows and without
+            masks or biases tied to the image size. Hidden states between the blocks start with the prompt tokens.
         modules_to_save (`list[str]`, *optional*):
             Modules that are trained in full and saved with the adapter, usually the new head: `["classifier"]`.
         backbone (`dict`, *optional*):
-            A backbone that is not among the known families, as keyword arguments of
+            Description of a backbone outside the known families, as keyword arguments of
             [`~provpt_peft.config.BackboneFamily`].
         id2label (`dict[int, str]`, *optional*):
-            Label names, by default those of the image classifier's own config when the adapter is saved.
+            Label names. By default taken from the image classifier's own config when the adapter is saved.
         problem_type (`str`, *optional*):
-            What labels an image classifier has, as transformers names it: `"regression"`,
-            `"single_label_classification"` or `"multi_label_classification"`. By default as for `id2label`.
+            Kind of labels of an image classifier, in transformers' terms: `"regression"`,
+            `"single_label_classification"` or `"multi_label_classification"`. Default as for `id2label`.
         training (`dict`, *optional*):
-            What is known of the adapter's training, for its model card and pictures of it: `relocation`, the settings
-            of relocation; `history`, the records of the relocations; `epochs`; `metrics`, those of the last
-            evaluation. Filled in by the relocator and its callback.
+            Record of the adapter's training, for its model card and figures: `relocation`, the relocation settings;
+            `history`, the records of the relocations; `epochs`; `metrics`, the metrics of the last evaluation. Filled
+            in by the relocator and its callback.
+        image_size (`list[int]`, *optional*):
+            Height and width in pixels of the last images that the adapter was trained on. Filled in by training.
+            `load_image_classifier` compares it with what the image processor makes.
         num_blocks (`int`, *optional*):
-            L, the number of the model's blocks. Filled in when the adapter is put into a model.
+            L, the number of the model's blocks. Filled in when the adapter is added to a model.
         provpt_version (`str`, *optional*):
-            The version of this package that made the config. Filled in by itself.
+            The version of this package that made the config. Filled in automatically.
 
     Raises:
         ValueError: If a value is out of its range. Whether `num_prompts` fits the backbone is checked when the
-            adapter is put into a model.
+            adapter is added to a model.
     """
 
     num_prompts: int | list[int] = 10
@@ -134,11 +138,12 @@ class ProVPTConfig(PeftConfig):
     id2label: dict[int, str] | None = None
     problem_type: str | None = None
     training: dict[str, Any] | None = None
+    image_size: list[int] | None = None
     num_blocks: int | None = None
     provpt_version: str | None = None
 
-    # Called with the folder, the config and PEFT's name of the base model's class after a config was written there.
-    # `provpt_peft` sets it to what writes the model card.
+    # Called after a config was written, with its folder, the config and PEFT's name for the base model's class.
+    # `provpt_peft` sets it to the function that writes the model card.
     after_save: ClassVar[Callable[[str, ProVPTConfig, dict[str, str] | None], None] | None] = None
 
     # PEFT's word for "do not match modules by name". Not a field.
@@ -160,9 +165,9 @@ class ProVPTConfig(PeftConfig):
                 "With `shallow=True` all prompts enter at the first block and none move, so `num_prompts` must be one "
                 f"number and `reserve` 0, got {self.num_prompts!r} and {self.reserve}. Give the number of prompts."
             )
-        blocks, modules = self.num_blocks, self.modules_to_save
+        blocks, modules, size = self.num_blocks, self.modules_to_save, self.image_size
         for name, valid, rule, instead in (
-            ("reserve", _is_count(self.reserve), "a whole number from 0 on", "Use 0 for none."),
+            ("reserve", _is_count(self.reserve), "a whole number of at least 0", "Use 0 for none."),
             ("prompt_dropout", _is_share(self.prompt_dropout), "in [0, 1)", "Use 0.0 to switch it off."),
             ("backbone_dropout", isinstance(self.backbone_dropout, bool), "True or False", "Leave it out for False."),
             ("shallow", isinstance(self.shallow, bool), "True or False", "Leave it out for False."),
@@ -172,6 +177,13 @@ class ProVPTConfig(PeftConfig):
                 "num_blocks",
                 blocks is None or (_is_count(blocks) and 0 < blocks <= _MOST_BLOCKS),
                 f"a whole number from 1 to {_MOST_BLOCKS}",
+                "Leave it out.",
+            ),
+            (
+                "image_size",
+                size is None
+                or (isinstance(size, list) and len(size) == 2 and all(map(_is_count, size)) and min(size)),
+                "a height and a width in pixels",
                 "Leave it out.",
             ),
             ("modules_to_save", not isinstance(modules, str), "a list of names", f"Give [{modules!r}]."),
@@ -187,21 +199,21 @@ class ProVPTConfig(PeftConfig):
         if self.backbone is not None:
             check_description(self.backbone)
         if self.id2label is not None:
-            try:  # JSON makes text of a dict's keys
+            try:  # JSON turns a dict's keys into strings
                 self.id2label = {int(index): str(name) for index, name in self.id2label.items()}
             except (AttributeError, TypeError, ValueError):
                 raise ValueError(
                     f"`id2label` must map the number of each class to its name, got {self.id2label!r}. "
                     "Leave it out to store the names that the model's own config has."
                 ) from None
-        # Not fields: they are not saved. transformers' own names are no names.
+        # Not fields, so not saved. transformers' placeholders (`LABEL_0`) do not count as given names.
         self._labels_given = any(name != f"LABEL_{index}" for index, name in (self.id2label or {}).items())
         self._problem_type_given = self.problem_type is not None
         self._as_given: dict[str, Any] | None = None
 
     def for_a_model(self) -> ProVPTConfig:
-        """The config for an adapter that is made now: this object, as PEFT keeps it, or, where it is another adapter's
-        already, a copy of it without what that adapter's model has filled in."""
+        """The config for a new adapter: this object, which PEFT keeps. If another adapter already uses it, a copy
+        without the values that were filled in for that adapter."""
         if self._as_given is None:
             return self
         config = copy.copy(self)
@@ -211,14 +223,14 @@ class ProVPTConfig(PeftConfig):
         return config
 
     def take(self, num_blocks: int) -> None:
-        """Become the config of an adapter of a model with so many blocks."""
+        """Become the config of an adapter in a model with `num_blocks` blocks."""
         self._as_given = {name: getattr(self, name) for name in _FILLED_IN}
         self.num_blocks, self.training = num_blocks, None
 
     def _check_num_prompts(self) -> None:
         if isinstance(self.num_prompts, list):
             valid = all(map(_is_count, self.num_prompts)) and sum(self.num_prompts) > 0
-            rule = "as a list must hold whole numbers from 0 on, not all of them 0"
+            rule = "as a list must hold whole numbers of at least 0, not all of them 0"
         else:
             valid = _is_count(self.num_prompts) and self.num_prompts > 0
             rule = "must be at least 1"
@@ -246,7 +258,7 @@ class ProVPTConfig(PeftConfig):
         return distribution
 
     def remember_labels(self, model: nn.Module) -> None:
-        """Take label names and kind of labels of an image classifier, unless they were given."""
+        """Take `id2label` and `problem_type` from an image classifier's config, unless they were given."""
         config: Any = getattr(model, "config", None)
         if config is None or "ForImageClassification" not in type(model).__name__:
             return
@@ -256,23 +268,23 @@ class ProVPTConfig(PeftConfig):
             self.problem_type = config.problem_type
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
-        """Write `adapter_config.json` as PEFT does, and bring the model card up to date where an adapter's tensors are
-        beside it."""
+        """Write `adapter_config.json` as PEFT does, and update the model card if the adapter's tensors are in the same
+        folder."""
         super().save_pretrained(save_directory, **kwargs)
-        # `PeftModel.save_pretrained` writes its card and the tensors first and the config last, so all is there now.
+        # `PeftModel.save_pretrained` writes its card and the tensors first and the config last: all files exist now.
         if ProVPTConfig.after_save is not None:
             ProVPTConfig.after_save(save_directory, self, kwargs.get("auto_mapping_dict"))
 
 
 def make_plain(config: Any, cls: type) -> None:
-    """Let the settings that a config's class itself declares be as a file has them."""
+    """Convert the settings that `cls` itself declares to what a file stores (see `plain`)."""
     for setting in fields(config):
         if setting.name in cls.__annotations__:
             setattr(config, setting.name, plain(getattr(config, setting.name)))
 
 
 def plain(value: Any) -> Any:
-    """A setting as JSON has it: Python's numbers instead of NumPy's, lists instead of tuples and sets."""
+    """A setting as JSON stores it: Python's numbers instead of NumPy's, lists instead of tuples and sets."""
     if isinstance(value, dict):
         return {name: plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple, set)):

@@ -1,4 +1,4 @@
-"""Measuring a model: its images, eval mode, what is random in training switched off or fixed for a while."""
+"""Helpers for measuring a model: counting images, eval mode, switching randomness off or fixing it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 
-# What draws random numbers in training; DINOv3 scales its rotary positions at random.
+# Parts of class names of modules that draw random numbers in training. DINOv3 scales its rotary positions at random.
 _RANDOM_IN_TRAINING = ("Dropout", "DropPath", "RopePositionEmbedding")
 
 
 def switch_randomness(model: nn.Module, on: bool) -> None:
-    """Switch the random modules of a model off, or on where what they are in is training. Those in modules that are
-    trained themselves stay as they are."""
+    """Switch the random modules of a model off, or on if the module around them is in training mode. Those inside
+    modules that are trained (`modules_to_save`) stay as they are."""
     for child in model.children():
         if any(name in type(child).__name__ for name in _RANDOM_IN_TRAINING):
             child.training = model.training and on
@@ -31,7 +31,7 @@ def switch_randomness(model: nn.Module, on: bool) -> None:
 
 
 def images_in(batch: Any) -> int:
-    """How many images a batch has: as many as its `pixel_values`, or as its first tensor that has a length."""
+    """The number of images in a batch: the length of its `pixel_values`, or of its first tensor that has a length."""
     batch = dict(batch) if isinstance(batch, Mapping) else batch
     if isinstance(batch, dict) and isinstance(batch.get("pixel_values"), (list, torch.Tensor)):
         return len(batch["pixel_values"])
@@ -39,20 +39,20 @@ def images_in(batch: Any) -> int:
 
 
 def copy_of(batch: Any) -> Any:
-    """A batch with copies of its tensors in new containers, for a loss that changes what it is given."""
+    """A batch with copies of its tensors in new containers, for a loss that modifies its inputs."""
     return recursively_apply(lambda tensor: tensor.detach().clone(), batch)
 
 
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model into eval mode, and afterwards those of its modules that were training back into training mode.
+    """Put a model into eval mode, and afterwards put the modules that were training back into training mode.
 
-    Blocks whose activations are checkpointed in training stay so: transformers looks at the block's own flag, which
-    nothing else does. Their checkpoints are of the kind that works with `torch.autograd.grad`.
+    Blocks with gradient checkpointing stay in training mode: transformers only checkpoints if the block's own flag is
+    set, and nothing else reads that flag. Their checkpoints are non-reentrant, as `torch.autograd.grad` requires.
     """
     was_training: list[Any] = [module for module in model.modules() if module.training]
     checkpointed = [module for module in was_training if getattr(module, "gradient_checkpointing", False)]
-    functions = {module: module._gradient_checkpointing_func for module in checkpointed}
+    functions: dict[Any, Any] = {m: getattr(m, "_gradient_checkpointing_func", None) for m in checkpointed}
     try:
         model.eval()
         for module, function in functions.items():
@@ -69,16 +69,16 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def fixed_randomness(device: torch.device) -> Iterator[None]:
-    """Seed the generators of Python, NumPy, the CPU and all devices of a kind, and afterwards put them back."""
+    """Seed the generators of Python, NumPy, the CPU and all devices of a type, and afterwards restore their states."""
     python, numpy = random.getstate(), np.random.get_state()
-    # `fork_rng` keeps the CPU's generator and those of devices that can have several, which MPS cannot.
+    # `fork_rng` restores the CPU's generator and those of device types with several devices, which MPS is not.
     mps = torch.mps.get_rng_state() if device.type == "mps" else None
     single = device.type in ("cpu", "mps", "meta")
     devices = range(0 if single else torch.get_device_module(device).device_count())
     with torch.random.fork_rng(devices, device_type="cuda" if single else device.type):
         random.seed(0)
         np.random.seed(0)
-        # `torch.manual_seed` seeds the devices too, which only these are put back from.
+        # `torch.manual_seed` also seeds devices, so it is only called if their states are restored.
         (torch.default_generator.manual_seed if single and mps is None else torch.manual_seed)(0)
         try:
             yield

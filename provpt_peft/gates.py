@@ -1,14 +1,14 @@
-"""The gradient that is a score: a gate on each prompt, for each image (paper, Eqs. 4 to 6).
+"""Scores as gradients of gates: one gate for each prompt and image (paper, Eqs. 4 to 6).
 
-A gate m multiplies what a prompt does to one image. m = 1 is the model, m = 0 the model without the prompt, so dL/dm
-at 1 estimates, to first order, the loss with the prompt minus the loss without it: above 0 means idle.
+A gate m multiplies the effect of a prompt on one image. m = 1 is the model, m = 0 the model without the prompt, so
+dL/dm at 1 estimates, to first order, the loss with the prompt minus the loss without it: above 0 means idle.
 
 Gates on the `"output"` scale what a prompt adds to its block's attention output o, with gradient g. Without the
-prompt's key (weight a, value v) the other weights are normalised anew, and o becomes o - a / (1 - a) (v - o). So an
+prompt's key (weight a, value v) the other weights are renormalised, and o becomes o - a / (1 - a) (v - o). So an
 image's score is the sum over queries and heads of a / (1 - a) g·(v - o). Gates on the `"vector"` scale the prompt
 itself: Eq. 6 as printed, g·p, which LayerNorm makes close to noise.
 
-Legend: B images, W windows an image (1 unless the family is windowed), H heads, T tokens, n prompts of a block, N
+Legend: B images, W windows per image (1 unless the family is windowed), H heads, T tokens, n prompts of a block, N
 prompts of the adapter, D width, d head size.
 """
 
@@ -20,10 +20,10 @@ from typing import Literal
 import torch
 
 
-# Removing a key of weight a moves the output by a / (1 - a) times its distance to the key's value. The factor has no
-# bound, though the change has: weights above this count as this.
+# Removing a key of weight a moves the output by a / (1 - a) times its distance to the key's value. The factor is
+# unbounded although the change is not, so weights are clamped to this.
 MOST_WEIGHT = 0.7
-# Of the loss, so that gradients in float16 do not vanish. A power of 2 changes no other.
+# Scale of the loss, so that float16 gradients do not vanish. A power of 2 leaves those of other dtypes unchanged.
 SCALE = 2.0**10
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -32,11 +32,11 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 class Gates:
     """The gates of an adapter's prompts during one forward pass.
 
-    The blocks pass what their prompts do through an identity, whose backward pass gives a number for each image and
-    prompt as the gradient of `values`. Gradient clipping and the parameters' gradients have no part in it.
+    The blocks pass their prompts or outputs through an identity, whose backward pass computes one number per image and
+    prompt, the gradient of `values`. Gradient clipping and the parameters' gradients are not involved.
 
     Args:
-        on: What a gate multiplies: the prompt's share in its block's `"output"`, or its `"vector"`.
+        on: What a gate multiplies: the prompt's contribution to its block's `"output"`, or its `"vector"`.
         adapter_name: The adapter whose prompts have gates, while it is the enabled one.
         num_prompts: N.
     """
@@ -49,7 +49,7 @@ class Gates:
         self.values: torch.Tensor | None = None
 
     def on_vectors(self, prompts: torch.Tensor, rows: torch.Tensor, images: int) -> torch.Tensor:
-        """Pass a block's prompts (B or 1, n, D), whose indices are `rows`, on their way to the norm."""
+        """Apply the gates to a block's prompts (B or 1, n, D), at the indices `rows`, before the norm."""
         if self.on != "vector":
             return prompts
         return _OnVectors.apply(prompts.expand(images, -1, -1), self._columns(rows, images))
@@ -65,14 +65,14 @@ class Gates:
         scaling: float | None,
         attend: Attend,
     ) -> torch.Tensor:
-        """Pass the output of a block's attention.
+        """Apply the gates to the output of a block's attention.
 
         Args:
             output, query: (B * W, T, H, d) and (B * W, H, T, d).
-            key, value: Those of tokens and prompts, the prompts' last, (B * W, H, T + n, d).
+            key, value: Of the tokens, then of the prompts, (B * W, H, T + n, d).
             rows, images: Indices of the block's prompts, (n,), and B.
             scaling: Factor of the products of queries and keys, by default 1 / sqrt(d).
-            attend: The same attention with other values: query, key and values to an output like `output`.
+            attend: The same attention for other values. Maps query, key and values to an output like `output`.
         """
         if self.on != "output":
             return output
@@ -89,7 +89,7 @@ class Gates:
         """
         if self.values is None or not loss.requires_grad:
             raise ValueError(
-                "Scores need a loss that depends on the prompts, but it reached none of them. Let `compute_loss` call "
+                "Scores need a loss that depends on the prompts, but it reached none of them. In `compute_loss`, call "
                 "the model that has the adapter, with gradients, while the adapter is enabled."
             )
         wide = loss if loss.dtype == torch.float64 else loss.float()
@@ -97,13 +97,13 @@ class Gates:
         return torch.zeros_like(self.values) if gradient is None else gradient * (len(self.values) / SCALE)
 
     def _columns(self, rows: torch.Tensor, images: int) -> torch.Tensor:
-        """The gates of some prompts, (B, n), on the device of their indices."""
+        """The gates of the prompts at the indices `rows`, (B, n), on the device of `rows`."""
         if self.values is None:
             self.values = torch.zeros(images, self.num_prompts, device=rows.device, requires_grad=True)
         if len(self.values) != images:
             raise ValueError(
                 f"Scores need the same images in all passes of one loss, got {len(self.values)} and then {images}. "
-                "Let `compute_loss` call the model on whole batches."
+                "In `compute_loss`, call the model on whole batches."
             )
         return self.values[:, rows.to(self.values.device)].to(rows.device)
 
@@ -125,8 +125,9 @@ class _OnVectors(torch.autograd.Function):
 class _OnOutput(torch.autograd.Function):
     """Identity on the attention's output (B * W, T, H, d).
 
-    What it saves, the attention saves for its own backward pass as well. The prompts' attention weights, which no fast
-    kernel gives, are computed in the backward pass, one block at a time: scoring takes no more memory than training.
+    It only saves tensors that the attention saves for its own backward pass anyway. The prompts' attention weights,
+    which no fast kernel returns, are computed in the backward pass, one block at a time, so scoring takes no more
+    memory than training.
     """
 
     @staticmethod

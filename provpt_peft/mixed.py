@@ -1,6 +1,6 @@
-"""A batch whose images have adapters of their own: which prompts each image sees in each block.
+"""Mixed batches, in which each image has its own adapter: which prompts each image sees in each block.
 
-Legend: B images, S prompts of all adapters of the batch in a block, n those of the adapter that has most there.
+Legend: B images, S prompts in a block of all adapters in the batch, n prompts of the adapter with most of these.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ BASE = "__base__"
 
 @dataclass(frozen=True)
 class SeenPrompts:
-    """What the images of a mixed batch see in a block."""
+    """The prompts that the images of a mixed batch see in one block."""
 
-    adapters: dict[str, Tensor]  # that have prompts there, and the rows of these
-    prompts: Tensor  # (S, D): those of all of them
+    adapters: dict[str, Tensor]  # adapters with prompts in the block, and the rows of these prompts
+    prompts: Tensor  # (S, D): the prompts of all these adapters
     index: Tensor  # (B, n): each image's prompts among the S
-    hidden: Tensor | None  # (B, n): those that only fill a row up; None if there are none
+    hidden: Tensor | None  # (B, n): True where a row of `index` is only padded; None if nowhere
 
 
 class MixedBatch:
-    """What each image of a batch sees, while the batch is in the model.
+    """The prompts that each image of a batch sees, during one forward pass.
 
     Args:
         names: The adapter of each image, or `"__base__"`.
-        prompts: Those of each adapter, (N, D).
-        rows: Of each adapter the prompts in each block, 0 … L, as indices (n,), or None.
+        prompts: The prompts of each adapter, (N, D).
+        rows: For each adapter and block, 0 … L, the indices (n,) of its prompts there, or None.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class MixedBatch:
         self._blocks = [self._seen(dict(zip(rows, of_block, strict=True)), prompts) for of_block in blocks]
 
     def of_block(self, number: int) -> SeenPrompts | None:
-        """What the images see in a block, 1 … L. None if there is no prompt for any of them."""
+        """The prompts that the images see in a block, 1 … L. None if no image sees any."""
         return self._blocks[number] if self._blocks else None
 
     def _seen(self, rows: Mapping[str, Tensor | None], prompts: Mapping[str, Tensor]) -> SeenPrompts | None:

@@ -27,7 +27,7 @@ from .registration import PREFIX
 
 logger = logging.getLogger(__name__)
 
-# Of what PEFT's wrappers of `modules_to_save` mix in one batch.
+# The layers for which PEFT's `modules_to_save` wrappers support mixed batches.
 _MIXED_BY_PEFT = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -49,18 +49,18 @@ class ProVPTModel(BaseTuner):
     prefix: str = PREFIX
     tuner_layer_cls = PromptBank
     target_module_mapping: dict[str, list[str]] = {}
-    # Called with the `PeftModel` when PEFT saves or loads an adapter; `provpt_peft` sets it to what keeps the card.
+    # Called with the `PeftModel` when PEFT saves or loads an adapter. `provpt_peft` sets it to `share.card.keep_card`.
     keep_card: ClassVar[Callable[[nn.Module], None] | None] = None
 
     bank: PromptBank
     patch_size: Any
 
     def __init__(self, model: nn.Module, peft_config: dict[str, ProVPTConfig], *args: Any, **kwargs: Any) -> None:
-        # transformers loads adapters by `inject_adapter_in_model`, which gives a bare config and returns a bare model:
-        # the bank that all blocks share would be lost. PEFT's own refusal, by `uses_shared_state`, tells no way out.
+        # transformers loads adapters with `inject_adapter_in_model`, which passes a bare config and returns a bare
+        # model: the bank that all blocks share would be lost. PEFT's own error (`uses_shared_state`) has no advice.
         if not isinstance(peft_config, dict):
             raise ValueError(
-                f"The prompts of PROVPT are held by a `PeftModel`, got a bare {type(model).__name__}. "
+                f"PROVPT's prompts must be held by a `PeftModel`, got a bare {type(model).__name__}. "
                 "Load an image classifier's adapter with `provpt_peft.load_image_classifier(adapter)`, and pass the "
                 "model and image processor that it returns to a `pipeline`; load other adapters with "
                 "`PeftModel.from_pretrained(base_model, adapter)`; make a new adapter with `get_peft_model`."
@@ -73,7 +73,7 @@ class ProVPTModel(BaseTuner):
         return self.bank.num_blocks
 
     def prompt_blocks(self, adapter_name: str | None = None) -> Tensor:
-        """d_k: the block of each prompt, a copy, int64 of shape (N,), 1 … L or 0 for undistributed.
+        """d_k: the block of each prompt, 1 … L or 0 for undistributed. A copy, int64 of shape (N,).
 
         Args:
             adapter_name: Name of the adapter, the active one by default.
@@ -84,7 +84,7 @@ class ProVPTModel(BaseTuner):
         return self.bank.blocks(self._adapter(adapter_name))
 
     def prompt_distribution(self, adapter_name: str | None = None) -> list[int]:
-        """The number of prompts in each of the L blocks, by `prompt_blocks`. Undistributed ones are in none."""
+        """The number of prompts in each of the L blocks, from `prompt_blocks`. Undistributed prompts do not count."""
         return torch.bincount(self.prompt_blocks(adapter_name), minlength=self.num_blocks + 1)[1:].tolist()
 
     def prompts(self, adapter_name: str | None = None) -> nn.Parameter:
@@ -92,7 +92,7 @@ class ProVPTModel(BaseTuner):
         return self.bank.provpt_prompts[self._adapter(adapter_name)]
 
     def move_prompt(self, prompt: int, block: int, adapter_name: str | None = None) -> None:
-        """Give a prompt to another block. Its vector stays as it is.
+        """Move a prompt to another block. Its vector does not change.
 
         Args:
             prompt: Index of the prompt, 0 … N-1.
@@ -106,11 +106,11 @@ class ProVPTModel(BaseTuner):
         self.bank.move(self._adapter(adapter_name), prompt, block)
 
     def kept_keys(self) -> AbstractContextManager[None]:
-        """Keep keys and values of the prompts from one evaluation to the next, for serving.
+        """Cache the prompts' keys and values between forward passes, for serving.
 
-        Inside, without gradients and in eval mode, each block computes them once for each adapter, dtype and device.
-        They are computed anew after a move, a load, a deletion and a change of device or dtype, and where passes are
-        compiled, traced or transformed. No other change of weights is noticed: leave the context before one.
+        Inside the context, without gradients and in eval mode, each block computes them once per adapter, dtype and
+        device. They are recomputed after a move, a load, a deletion or a change of device or dtype, and whenever the
+        pass is compiled, traced or transformed. Leave the context before you change weights in any other way.
 
         Example:
             ```python
@@ -137,8 +137,8 @@ class ProVPTModel(BaseTuner):
         """Add the prompts of an adapter whose config is in `self.peft_config`. Called by PEFT.
 
         Raises:
-            ValueError: If the model has no known blocks, or another PEFT method in it; if the config does not fit its
-                blocks; or if the adapter's name cannot be used. The model is then as it was.
+            ValueError: If the model has no known blocks or contains another PEFT method, if the config does not fit
+                its blocks, or if the adapter's name cannot be used. The model is then unchanged.
         """
         config = self.peft_config[adapter_name] = self.peft_config[adapter_name].for_a_model()
         first = "bank" not in self._modules
@@ -162,10 +162,10 @@ class ProVPTModel(BaseTuner):
             if first:
                 self._remove_blocks()
             raise
-        # The record of a training belongs to the prompts that a file may bring.
+        # The training record belongs to prompts that may be loaded from a file next; until then it is set aside.
         self._records[adapter_name] = config.training
         config.take(len(found))
-        # PEFT activates the active adapter anew with the new config's `inference_mode`.
+        # PEFT activates the active adapter again with the new config's `inference_mode`.
         for parameter, requires_grad in trainable.items():
             parameter.requires_grad = requires_grad
         self._set_backbone_dropout()
@@ -177,19 +177,19 @@ class ProVPTModel(BaseTuner):
         around = modules_around(model, found[0][0])
         configs: list[Any] = [getattr(module, "config", None) for module in around]
         sizes = [config.patch_size for config in configs if hasattr(config, "patch_size")]
-        self.patch_size = sizes[-1] if sizes else 16  # for the bound, where no config has one
+        self.patch_size = sizes[-1] if sizes else 16  # for the bound; 16 if no config has one
         self.bank = PromptBank(widths, init_bound(self.patch_size, max(widths)), reference=norms[0])
         self.bank.train(model.training)
         self.blocks = [PromptedBlock(*parts, self.bank, number) for number, parts in enumerate(found, start=1)]
         self._records: dict[str, dict[str, Any] | None] = {}
-        self._calls = 0  # of the model around this one that are under way
+        self._calls = 0  # calls of the model around the base model that are in progress
         self._call_check = model.register_forward_pre_hook(self._check_call)
         self.register_load_state_dict_pre_hook(ProVPTModel._check_whole)
         self.shallow = ShallowPrompts(self.blocks[0].block, self.blocks[-1].block, self.bank)
         self._checkpointing = CheckpointInputs(around, self.bank)
 
     def _replace_module(self, parent: nn.Module, name: str, new: nn.Module, child: nn.Module) -> None:
-        """PEFT's own method also copies weights, which a head of several layers has no single one of."""
+        """PEFT's own method also copies a `weight`, but a head of several layers has no single one."""
         setattr(parent, name, new)
 
     def _create_and_replace(self, *args: Any, **kwargs: Any) -> None:
@@ -202,7 +202,7 @@ class ProVPTModel(BaseTuner):
         return self
 
     def _set_backbone_dropout(self) -> None:
-        """Blocks themselves stay in training mode: transformers checkpoints their activations only then."""
+        """Blocks themselves stay in training mode: transformers only checkpoints activations then."""
         if "bank" not in self._modules:
             return
         adapter = self.bank.enabled_adapter
@@ -210,7 +210,7 @@ class ProVPTModel(BaseTuner):
         if not isinstance(config, ProVPTConfig | None):
             raise ValueError(
                 f"The config of the adapter {adapter!r} must be a ProVPTConfig, got a {type(config).__name__}: "
-                "another method was put into the model. Use one method in a model, or `unload()` this one first."
+                "another method was added to the model. Use one method per model, or `unload()` this one first."
             )
         keep = config is None or config.backbone_dropout
         for block in self.blocks:
@@ -250,7 +250,7 @@ class ProVPTModel(BaseTuner):
     set_requires_grad = tuners_utils.set_requires_grad
 
     def _cast_adapter_dtype(self, adapter_name: str, autocast_adapter_dtype: bool = True) -> None:
-        # The Trainer loads its checkpoints into the adapter with PEFT's default: what the adapter was made with holds.
+        # The Trainer loads checkpoints with PEFT's default; the value that the adapter was made with takes precedence.
         autocast = self.bank.autocast.setdefault(adapter_name, autocast_adapter_dtype)
         tuners_utils.cast_adapter_dtype(self, adapter_name, autocast)
 
@@ -264,12 +264,19 @@ class ProVPTModel(BaseTuner):
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
         # PEFT calls this around each forward.
         names = kwargs.pop("adapter_names", None)
+        if self.training and not torch.compiler.is_compiling():
+            self._record_image_size(kwargs.get("pixel_values", args[0] if args else None))
         with self._called(), nullcontext() if names is None else self._mix(names, (*args, *kwargs.values())):
             yield
 
-    @torch.compiler.disable  # names are no part of a compiled graph
+    def _record_image_size(self, images: Any) -> None:
+        """Keep the size of the images in the adapter's config, for whoever loads it without their image processor."""
+        if self.bank.enabled_adapter is not None and isinstance(images, Tensor) and images.dim() == 4:
+            self.peft_config[self.bank.enabled_adapter].image_size = list(images.shape[-2:])
+
+    @torch.compiler.disable  # names cannot be part of a compiled graph
     def _mix(self, names: Sequence[str], inputs: Sequence[Any]) -> AbstractContextManager[None]:
-        """Give each image of a batch the prompts and the head of an adapter of its own, by name."""
+        """Give each image of a batch the prompts and the head of the adapter named for it."""
         wrappers = [module for module in self.model.modules() if isinstance(module, ModulesToSaveWrapper)]
         self._check_mixing(names, inputs, wrappers)
         for wrapper in wrappers:
@@ -280,15 +287,15 @@ class ProVPTModel(BaseTuner):
     def _name_heads(
         self, wrapper: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """In a mixed batch, tell a module of `modules_to_save` the adapter of each image, as PEFT has it."""
+        """In a mixed batch, pass each image's adapter to a `modules_to_save` wrapper, in PEFT's format."""
         mixed = self.bank.mixed()
         return None if mixed is None else (args, kwargs | {"adapter_names": _names_in(wrapper, mixed)})
 
     def _check_mixing(self, names: Sequence[str], inputs: Sequence[Any], wrappers: Sequence[Any]) -> None:
-        """Check the adapter's names for the images of a batch.
+        """Check the adapter names given for the images of a batch.
 
         Raises:
-            ValueError: If they cannot be in one batch.
+            ValueError: If the names do not fit the batch, or if the adapters cannot share one.
         """
         instead = "Run one batch for each adapter, switching with `set_adapter`."
         if self.training:
@@ -313,7 +320,7 @@ class ProVPTModel(BaseTuner):
         shallow = sorted(self.bank.shallow & set(names))
         if shallow:
             raise ValueError(
-                f"`adapter_names` cannot name adapters of VPT-Shallow, whose prompts are tokens of all images, got "
+                f"`adapter_names` cannot name adapters of VPT-Shallow, whose tokens enter every image of a batch, got "
                 f"{', '.join(shallow)}. {instead}"
             )
         names_of_parts = ("norm", "key", "value")
@@ -321,17 +328,17 @@ class ProVPTModel(BaseTuner):
         for wrapper in wrappers:
             if not isinstance(wrapper.original_module, _MIXED_BY_PEFT):
                 raise ValueError(
-                    f"PEFT can mix modules of `modules_to_save` in one batch that are one layer, got a "
-                    f"{type(wrapper.original_module).__name__}. {instead}"
+                    "With `adapter_names`, each module in `modules_to_save` must be a single linear, embedding or "
+                    f"convolution layer, got a {type(wrapper.original_module).__name__}. {instead}"
                 )
             if any(part is wrapper for part in on_the_way):
                 raise ValueError(
-                    "Images with adapters of their own cannot share a batch where `modules_to_save` has a norm or a "
-                    f"projection that prompts go through. {instead}"
+                    "`adapter_names` cannot be used if `modules_to_save` contains a norm or a projection that prompts "
+                    f"go through. {instead}"
                 )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the base model, which sees the prompts."""
+        """Run the base model with the prompts."""
         with self._enable_peft_forward_hooks(*args, **kwargs):
             return super().forward(*args, **{k: v for k, v in kwargs.items() if k != "adapter_names"})
 
@@ -344,31 +351,32 @@ class ProVPTModel(BaseTuner):
             self._calls -= 1
 
     def _check_call(self, model: nn.Module, args: tuple[Any, ...]) -> None:
-        """Say so once where the base model is trained instead of the model around it: its own parameters are without
-        the prompts, so an optimizer of them trains the head only."""
+        """Warn once if the base model is trained instead of the model around it: its own parameters do not include the
+        prompts, so an optimizer for them only trains the head."""
         if self._calls or not (model.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
             return
         adapter = self.bank.enabled_adapter
         if adapter is not None and self.bank.provpt_prompts[adapter].requires_grad:
             self._call_check.remove()
             logger.warning(
-                "A %s with prompts in it was called in training mode by itself. Its parameters do not contain the "
-                "prompts: an optimizer of them does not train these. Give the Trainer, or your loop, the model that "
-                "`get_peft_model` returned.",
+                "A %s with prompts was called directly in training mode. Its parameters do not contain the prompts, "
+                "so an optimizer for them does not train prompts. Give the Trainer, or your training loop, the model "
+                "that `get_peft_model` returned.",
                 type(model).__name__,
             )
 
     @staticmethod
     def _check_whole(module: ProVPTModel, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
-        """Refuse prompts without their blocks, as in a file of all that has `requires_grad`: with `strict=False` they
-        would stand where the model's own prompts happen to be."""
+        """Refuse prompts without their blocks, as in a file that only has the parameters with `requires_grad`. With
+        `strict=False` they would be put into the blocks where the model's own prompts happen to be."""
         prompts, blocks = (f"{prefix}bank.{container}." for container in ("provpt_prompts", "provpt_prompt_blocks"))
         for adapter_name in module.peft_config:
             if prompts + adapter_name in state_dict and blocks + adapter_name not in state_dict:
                 raise ValueError(
                     f"Prompts must be loaded with their blocks, but the state dict has {prompts + adapter_name!r} "
-                    f"and no {blocks + adapter_name!r}. Save with `save_pretrained`, or every tensor with `provpt_` "
-                    "in its name. If no prompt has ever moved, add the missing tensor from `model.state_dict()`."
+                    f"and no {blocks + adapter_name!r}. Save with `save_pretrained`, or save all tensors with "
+                    "`provpt_` in their names. If no prompt has ever moved, add the missing tensor from "
+                    "`model.state_dict()`."
                 )
 
     @classmethod
@@ -380,7 +388,7 @@ class ProVPTModel(BaseTuner):
         bank.check(adapter_name, selected)
         if cls.keep_card is not None:
             cls.keep_card(model)
-        # The config is written after the tensors. transformers sets the kind of labels in the first training step.
+        # The config is written after the tensors. transformers sets `problem_type` in the first training step.
         config.remember_labels(_tuner(model).model)
         return selected
 
@@ -397,15 +405,15 @@ class ProVPTModel(BaseTuner):
         surplus = sorted(set(remapped) - set(model.state_dict()))
         if surplus:
             raise ValueError(
-                f"An adapter's file must hold no tensors but those of the adapter, got {surplus} as well. An adapter "
-                "only fits the backbone and config it was made with; save it anew."
+                f"An adapter's file must only hold tensors of the adapter, got {surplus} as well. An adapter only "
+                "fits the backbone and config it was made with. Save it again."
             )
         config.training = tuner._records.pop(adapter_name, None) or config.training
         return {key: bank.from_file(key, tensor) for key, tensor in remapped.items()}
 
     def unload(self) -> nn.Module:
-        """Take the prompts out and return the base model. As in PEFT, modules of `modules_to_save` are the active
-        adapter's, and what was frozen stays frozen."""
+        """Remove the prompts and return the base model. As in PEFT, modules in `modules_to_save` are the active
+        adapter's, and frozen parameters stay frozen."""
         model = super().unload()
         self._remove_blocks()
         switch_randomness(model, True)
@@ -427,9 +435,9 @@ class ProVPTModel(BaseTuner):
     unmerge_adapter = _refuse_merging
 
 
-@torch.compiler.disable  # names are no part of a compiled graph
+@torch.compiler.disable  # names cannot be part of a compiled graph
 def _names_in(wrapper: Any, mixed: MixedBatch) -> list[str]:
-    """The adapters of a batch's images: where one has no module of its own there, the base model's."""
+    """The adapter of each image, or `BASE` if the adapter has no module of its own in the wrapper."""
     return [name if name in wrapper.modules_to_save else BASE for name in mixed.names]
 
 
@@ -437,7 +445,7 @@ def _tuner(model: nn.Module) -> ProVPTModel:
     found = next((module for module in model.modules() if isinstance(module, ProVPTModel)), None)
     if found is None:
         raise ValueError(
-            f"Adapters of PROVPT are saved and loaded by the model that `get_peft_model` returned for them, got a "
+            f"PROVPT adapters must be saved and loaded with the model that `get_peft_model` returned for them, got a "
             f"{type(model).__name__} without one."
         )
     return found

@@ -1,4 +1,4 @@
-"""An optimizer with a learning rate for the prompts and another one for the rest."""
+"""An optimizer with separate learning rates for the prompts and for the other trained parameters."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import nn
 from .prompts import PromptBank
 
 
-# Rates for Adam and its like, found in docs/experiments/recipes.md: of 5 prompts a block or fewer, and of a head.
+# Rates for Adam-like optimizers, from docs/experiments/recipes.md: for at most 5 prompts per block, and for a head.
 PROMPTS_LR, HEAD_LR = 3e-3, 1e-3
 
 
 def prompts_lr(prompts_per_block: float) -> float:
-    """A learning rate of the prompts that suits their number, for Adam and its like. The more prompts a block has, the
-    more a step of all of them changes it: the rate falls with the square root of their number."""
+    """The prompts' learning rate for Adam-like optimizers. The more prompts a block has, the more one step on all of
+    them changes the block, so the rate falls with the square root of their number."""
     return PROMPTS_LR * min(1.0, math.sqrt(5 / prompts_per_block))
 
 
@@ -30,25 +30,25 @@ def create_provpt_optimizer(
     weight_decay: float = 0.0,
     **kwargs: Any,
 ) -> torch.optim.Optimizer:
-    """Make an optimizer of all that is trained in a model, in two parameter groups: the prompts, and the head with
-    whatever else `modules_to_save` names.
+    """Make an optimizer for all trainable parameters of a model, in two parameter groups: the prompts, and the head
+    with everything else that `modules_to_save` names.
 
-    A block's norm ignores the length of a prompt, so the prompts' learning rate only means something relative to their
-    length (about 0.05 an entry at the start), and the head wants another one. Prompts have no weight decay: it would
-    change their length and nothing else.
+    A block's norm ignores the length of a prompt vector, so the prompts' learning rate only matters relative to that
+    length (about 0.05 per entry at the start), and the head needs a different one. Prompts get no weight decay: it
+    would only change their length.
 
     Args:
         model: A model with a PROVPT adapter.
-        optimizer_cls: Class of the optimizer, such as `torch.optim.AdamW`. It has to take parameter groups, as LBFGS
-            does not, and vectors, as Muon does not.
-        lr: Learning rate of the prompts. By default `prompts_lr` of their number, which suits Adam and its like, but
-            not SGD: the paper searches from 0.05 to 50 times batch size / 256.
-        head_lr: Learning rate of the rest.
-        weight_decay: That of the rest.
+        optimizer_cls: Class of the optimizer, such as `torch.optim.AdamW`. It must support parameter groups (LBFGS
+            does not) and 1-D parameters (Muon does not).
+        lr: Learning rate of the prompts. The default, `prompts_lr` of their number per block, suits Adam-like
+            optimizers but not SGD: the paper searches from 0.05 to 50 times batch size / 256.
+        head_lr: Learning rate of the other trainable parameters.
+        weight_decay: Weight decay of the other trainable parameters.
         kwargs: Passed on to the optimizer.
 
     Raises:
-        ValueError: If no prompts in the model are trained.
+        ValueError: If the model has no trainable prompts.
 
     Example:
         ```python
@@ -57,7 +57,7 @@ def create_provpt_optimizer(
         ```
     """
     banks = [module for module in model.modules() if isinstance(module, PromptBank)]
-    # With how many blocks share them: a shallow adapter's are all in the first one.
+    # Each with the number of blocks that share the prompts: a shallow adapter's are all in the first block.
     trained = [
         (p, 1 if name in bank.shallow else bank.num_blocks)
         for bank in banks
@@ -67,8 +67,8 @@ def create_provpt_optimizer(
     prompts = [p for p, _ in trained]
     if not prompts:
         raise ValueError(
-            f"The optimizer is for prompts that are trained, but the {type(model).__name__} has none. Wrap the model "
-            "first: get_peft_model(model, ProVPTConfig(...)), or load an adapter with `is_trainable=True`."
+            f"The optimizer needs trainable prompts, but the {type(model).__name__} has none. Wrap the model first: "
+            "get_peft_model(model, ProVPTConfig(...)), or load an adapter with `is_trainable=True`."
         )
     if lr is None:
         lr = prompts_lr(max(len(p) / num_blocks for p, num_blocks in trained))

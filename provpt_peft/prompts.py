@@ -24,8 +24,8 @@ from .mixed import BASE, MixedBatch
 
 
 _WRITTEN_WHILE_COMPILED = (
-    "The prompts' blocks were written into the model's buffers, which a compiled model does not notice. Move prompts "
-    "by `move_prompt`, load them by `load_state_dict`, or run the model once without compilation after the change."
+    "The prompts' blocks were changed in the model's buffers, which a compiled model does not notice. Move prompts "
+    "with `move_prompt`, load them with `load_state_dict`, or run the model once without compilation after the change."
 )
 
 
@@ -34,25 +34,25 @@ _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def init_bound(patch_size: int | Sequence[int], hidden_size: int) -> float:
-    """The bound of VPT's uniform initialisation, sqrt(6 / (3 * patch area + d)), for patches of a side, or height and
-    width, in pixels and prompts of width d."""
+    """The bound of VPT's uniform initialisation, sqrt(6 / (3 * patch area + d)), for prompts of width d. The patch
+    size is a side, or height and width, in pixels."""
     height, width = (patch_size, patch_size) if isinstance(patch_size, int) else patch_size
     return math.sqrt(6.0 / (3 * height * width + hidden_size))
 
 
 def transformed() -> bool:
-    """Whether a transform of `torch.func` is at work."""
+    """Whether a transform of `torch.func` is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _captured() -> bool:
-    """Whether a pass is captured in a CUDA graph, where no number can be read."""
+    """Whether a CUDA graph is being captured, during which tensor values cannot be read."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 @contextmanager
 def _unrecorded() -> Iterator[None]:
-    """Compute with plain tensors while a pass is traced or transformed, or runs under a dispatch mode."""
+    """Compute with plain tensors even if the pass is traced or transformed, or runs under a dispatch mode."""
     tracing = torch._C._get_tracing_state()
     torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
     try:
@@ -63,8 +63,8 @@ def _unrecorded() -> Iterator[None]:
 
 
 def read_blocks(stored: Tensor) -> Tensor:
-    """The block of each prompt, (N,), from one-hot rows or averages of such, (N, 1 + L): where it stood most. Numbers,
-    as files of version 0.1 have them, stay."""
+    """The block of each prompt, (N,), from one-hot rows or averages of them, (N, 1 + L): the block it was in most.
+    Block numbers, as in files of version 0.1, are returned unchanged."""
     return stored.argmax(dim=1) if stored.dtype in _FLOATS else stored
 
 
@@ -74,16 +74,19 @@ def check_prompts(
     """Check the tensors of an adapter.
 
     Args:
-        prompts: Floating point of the shape (N, D); a D of None stands for any width.
-        blocks: One-hot rows, (N, 1 + L), or averages of such; or numbers in 0 … L, int64 (N,), as files of version 0.1
-            have them. 1 for a shallow adapter.
+        prompts: Floating point of the shape (N, D); a D of None allows any width.
+        blocks: One-hot rows, (N, 1 + L), or averages of them; or block numbers 0 … L, int64 (N,), as in files of
+            version 0.1. A shallow adapter's are all 1.
+        shape: N and D.
+        num_blocks: L.
+        shallow: Whether the adapter is of VPT-Shallow.
 
     Raises:
-        ValueError: If they are not.
+        ValueError: If a tensor is missing or breaks these rules.
     """
     if prompts is None or blocks is None:
         missing = "prompts" if prompts is None else "the prompts' blocks"
-        raise ValueError(f"An adapter consists of prompts and their blocks, but {missing} are missing. Save it anew.")
+        raise ValueError(f"An adapter consists of prompts and their blocks, but {missing} are missing. Save it again.")
     count, width = shape
     first, last = (1, 1) if shallow else (0, num_blocks)
     one_hot = blocks.dtype in _FLOATS
@@ -96,7 +99,7 @@ def check_prompts(
         rule = f"The prompts' blocks must be one-hot rows of shape ({count}, {1 + num_blocks}), or int64 of ({count},)"
         got = f"{blocks.dtype} of shape {tuple(blocks.shape)}"
     elif one_hot and not (blocks.isfinite().all() and (blocks.amax(dim=1) > 0).all()):
-        rule, got = "The rows of the prompts' blocks must be finite and have a largest number above 0", "others"
+        rule, got = "The rows of the prompts' blocks must be finite with a maximum above 0", "other values"
     elif (numbers := read_blocks(blocks)).min() < first or numbers.max() > last:
         rule, got = f"The prompts' blocks must be in {first} … {last}", f"{numbers.min()} … {numbers.max()}"
     else:
@@ -108,16 +111,16 @@ class PromptBank(nn.Module, BaseTunerLayer):
     """All prompts of all PROVPT adapters of a model.
 
     An adapter has one parameter of shape (N, D) and one buffer of shape (N, 1 + L) that holds the block of each
-    prompt, 1 … L, or 0 for undistributed (paper, Sec. 3.1), one-hot. A move writes one row of the buffer, rows stay
-    where they are, so an optimizer keeps the same parameter and checkpoints keep their shapes. One-hot, because many
-    helpers average all of a state dict: an average of block numbers is another block, an average of rows says where
-    the prompt stood most.
+    prompt, 1 … L, or 0 for undistributed (paper, Sec. 3.1), one-hot. A move only rewrites one row of the buffer, so an
+    optimizer keeps the same parameter and checkpoints keep their shapes. One-hot, because many helpers average a whole
+    state dict: an average of block numbers is a different block, an average of rows shows the block that the prompt
+    was in most.
 
     Args:
         widths: Hidden size of each block, in forward order. A prompt in a block of width D_i uses the first D_i
             entries of its row.
         bound: Bound of the uniform initialisation.
-        reference: A module of the frozen backbone. Prompts that were loaded onto the meta device follow its device.
+        reference: A module of the frozen backbone. Prompts loaded onto the meta device follow its device.
     """
 
     # PEFT finds an adapter's tensors in these containers, which are keyed by adapter name.
@@ -134,18 +137,18 @@ class PromptBank(nn.Module, BaseTunerLayer):
         self.provpt_prompts = nn.ParameterDict()
         self.provpt_prompt_blocks = BufferDict(persistent=True)
         self.dropout: dict[str, float] = {}
-        # Whether an adapter's prompts are float32 beside a backbone of half precision.
+        # Whether an adapter's prompts are float32 even if the backbone is in half precision.
         self.autocast: dict[str, bool] = {}
         # Names of the adapters whose prompts enter at the first block only, as tokens.
         self.shallow: set[str] = set()
-        # A tuple hides the module from `nn.Module`, which would make it a child of the bank.
+        # A tuple hides the module from `nn.Module`, which would register it as a child of the bank.
         self._reference = (reference,)
         # What was read from an adapter's buffer: the block of each prompt, and the prompts of each block.
         self._read: dict[str, Tensor] = {}
         self._rows: dict[str, list[Tensor | None]] = {}
-        # While scores are measured: what the blocks pass their prompts through.
+        # While scores are measured: the gates that the blocks' prompts pass through.
         self.gates: Gates | None = None
-        # Batches whose images have adapters of their own, by the thread that runs them.
+        # Mixed batches, in which each image has its own adapter, by the thread that runs them.
         self._mixed: dict[int, MixedBatch] = {}
         # Within `keep`: keys and values by adapter, block, dtype and device.
         self._kept: dict[tuple[Any, ...], tuple[Tensor, Tensor]] | None = None
@@ -155,8 +158,8 @@ class PromptBank(nn.Module, BaseTunerLayer):
     def add_adapter(
         self, adapter_name: str, distribution: Sequence[int], reserve: int, dropout: float, shallow: bool
     ) -> None:
-        """Make the prompts of a new adapter: those in each of the L blocks first, the reserve, in no block, last. A
-        shallow adapter's enter as tokens at the first block, where all of them are and stay."""
+        """Make the prompts of a new adapter: first those of each of the L blocks, then the reserve, which is in no
+        block. A shallow adapter's prompts are all in the first block, where they enter as tokens, and stay there."""
         like = self._parameter()
         start = [block for block, count in enumerate(distribution, start=1) for _ in range(count)] + [0] * reserve
         prompts = torch.empty(len(start), max(self.widths), device=like.device, dtype=like.dtype)  # (N, D)
@@ -182,7 +185,7 @@ class PromptBank(nn.Module, BaseTunerLayer):
         return active[0] if active and not self.disable_adapters else None
 
     def one_hot(self, blocks: Tensor) -> Tensor:
-        """The buffer, float32 (N, 1 + L), of blocks (N,), 0 … L."""
+        """The buffer, float32 (N, 1 + L), for blocks (N,), 0 … L."""
         return F.one_hot(blocks, 1 + self.num_blocks).float()
 
     def blocks(self, adapter_name: str) -> Tensor:
@@ -193,10 +196,9 @@ class PromptBank(nn.Module, BaseTunerLayer):
         """Indices of the prompts in a block (0 … L), int64 of shape (n,), in ascending order. None if it has none."""
         return self._rows[adapter_name][block]
 
-    @torch.compiler.disable  # names are no part of a compiled graph
+    @torch.compiler.disable  # names cannot be part of a compiled graph
     def mix(self, names: Sequence[str]) -> ExitStack:
-        """A context in which each image of the batch that this thread runs sees the prompts of an adapter of its
-        own, by name."""
+        """A context in which each image of this thread's batch sees the prompts of the adapter named for it."""
         adapters = [name for name in dict.fromkeys(names) if name != BASE]
         for adapter in adapters:
             self.read(adapter)
@@ -215,14 +217,14 @@ class PromptBank(nn.Module, BaseTunerLayer):
         """The mixed batch that this thread runs."""
         return self._of_this_thread() if self._mixed and not self.disable_adapters else None
 
-    @torch.compiler.disable  # a compiled graph knows no threads
+    @torch.compiler.disable  # a compiled graph cannot ask for its thread
     def _of_this_thread(self) -> MixedBatch | None:
         return self._mixed.get(threading.get_ident())
 
     @contextmanager
     def keep(self) -> Iterator[None]:
-        """Keep keys and values from one forward pass to the next. Contexts within each other share what they keep."""
-        # Threads leave in another order than they entered in.
+        """Cache keys and values between forward passes. Nested contexts share one cache."""
+        # Threads may leave in a different order than they entered.
         with _KEEPING:
             self._keepers += 1
             self._kept = {} if self._kept is None else self._kept
@@ -235,14 +237,14 @@ class PromptBank(nn.Module, BaseTunerLayer):
                     self._kept = None
 
     def kept(self) -> dict[tuple[Any, ...], tuple[Tensor, Tensor]] | None:
-        """Where this forward pass finds the keys and values that are kept, and leaves its own. None if it has to make
-        them anew: outside of `keep`, with gradients or dropout, and where passes are recorded or transformed."""
+        """The cache in which this forward pass finds and stores keys and values. None if it has to compute them:
+        outside of `keep`, with gradients or dropout, and if the pass is recorded or transformed."""
         if self._kept is None or torch.is_grad_enabled() or self.training or torch.compiler.is_compiling():
             return None
         return None if transformed() or torch.jit.is_tracing() or _captured() else self._kept
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles keep nothing."""
+        """Copies and pickles leave out the cache, the gates and mixed batches."""
         return self.__dict__ | {"_kept": None, "_keepers": 0, "gates": None, "_mixed": {}}
 
     def _forget(self) -> None:
@@ -250,9 +252,9 @@ class PromptBank(nn.Module, BaseTunerLayer):
             self._kept.clear()
 
     def read(self, adapter: str | None) -> None:
-        """Bring `rows` up to date with an adapter's buffer. The first block calls it in each forward pass: averages
-        and optimizers' helpers write into buffers too, and a write through `.data` leaves no trace but the numbers. A
-        shape that depends on them cannot be compiled: compiled graphs check them and fail."""
+        """Update `rows` from an adapter's buffer. The first block calls this in each forward pass: weight averaging
+        and optimizer helpers write into buffers too, and a write through `.data` only shows in the values. Shapes that
+        depend on these values cannot be compiled, so a compiled graph checks them and fails if they changed."""
         if adapter is None or adapter in self.shallow or adapter not in self._read:
             return
         if torch.compiler.is_compiling():
@@ -266,8 +268,8 @@ class PromptBank(nn.Module, BaseTunerLayer):
                     self._index(adapter, blocks)
 
     def _plain_blocks(self, adapter_name: str) -> Tensor | None:
-        """`blocks` where `torch.func` may have wrapped the buffer, as `vmap` over models does, which need the same
-        blocks. None where the buffer has no numbers (meta and fake tensors)."""
+        """Same as `blocks`, but `torch.func` may have wrapped the buffer, as in a `vmap` over models, which must all
+        have the same blocks. None if the buffer has no values (meta and fake tensors)."""
         buffer = self.provpt_prompt_blocks[adapter_name]
         while torch._C._functorch.is_functorch_wrapped_tensor(buffer):
             over_models = torch._C._functorch.maybe_get_bdim(buffer)
@@ -279,7 +281,7 @@ class PromptBank(nn.Module, BaseTunerLayer):
         if len(blocks) > 1 and not (blocks == blocks[0]).all():
             raise ValueError(
                 "Models that are run together by `torch.func.vmap` must have their prompts in the same blocks, got "
-                f"{len(blocks)} with others. Run them one by one."
+                f"{len(blocks)} models that differ. Run them one by one."
             )
         return blocks[0]
 
@@ -305,7 +307,7 @@ class PromptBank(nn.Module, BaseTunerLayer):
             self._index(adapter_name)
 
     def move(self, adapter_name: str, prompt: int, block: int) -> None:
-        """Give a prompt, 0 … N-1, to a block, 1 … L or 0 for undistributed. Only the buffer changes.
+        """Move a prompt, 0 … N-1, to a block, 1 … L or 0 for undistributed. Only the buffer changes.
 
         Raises:
             IndexError: If there is no such prompt.
@@ -329,12 +331,12 @@ class PromptBank(nn.Module, BaseTunerLayer):
         self._index(adapter_name)
 
     def from_file(self, key: str, tensor: Tensor) -> Tensor:
-        """An adapter's tensor as the model has it: one-hot rows where a file has the numbers of blocks."""
+        """Convert an adapter's tensor from a file to the model's format: block numbers become one-hot rows."""
         numbers = tensor.dtype == torch.int64 and any(f"{container}." in key for container in self.other_param_names)
         return self.one_hot(tensor) if numbers else tensor
 
     def check(self, adapter_name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Check an adapter's tensors on their way to or from a file, before any of them is written anywhere."""
+        """Check an adapter's tensors when they are saved or loaded, before any of them is written."""
         prompts, blocks = (
             next((tensor for key, tensor in tensors.items() if key.endswith(f".{container}.{adapter_name}")), None)
             for container in (*self.adapter_layer_names, *self.other_param_names)
@@ -343,7 +345,7 @@ class PromptBank(nn.Module, BaseTunerLayer):
         check_prompts(prompts, blocks, shape, self.num_blocks, adapter_name in self.shallow)
 
     def _parameter(self) -> Tensor:
-        """One of the frozen backbone's, whose device and dtype prompts take."""
+        """A parameter of the frozen backbone, whose device and dtype prompts take."""
         return next(self._reference[0].parameters())
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:

@@ -29,7 +29,7 @@ def register(config_cls: type, model_cls: type) -> None:
     """Make `PROVPT` a PEFT method, with its config and its tuner. Calling it again changes nothing.
 
     Raises:
-        RuntimeError: If PEFT already has a method of this name, or one that uses our prefix, that is not ours.
+        RuntimeError: If PEFT already has another method with this name or with our prefix.
     """
     if NAME in PeftType.__members__:
         owner = PEFT_TYPE_TO_TUNER_MAPPING.get(PeftType[NAME])

@@ -250,7 +250,7 @@ def test_a_training_step_of_a_trainer_s_own_is_said(tmp_path, caplog):
     for trainer_class, said in ((Trainer, False), (Mixes, True)):
         caplog.clear()
         trained(tmp_path, config=every_epoch(), trainer_class=trainer_class, num_train_epochs=1)
-        assert ("Mixes has a `training_step` of its own" in caplog.text) == said
+        assert ("Mixes overrides `training_step`" in caplog.text) == said
 
 
 @pytest.mark.parametrize("moves", [False, True])
@@ -444,7 +444,7 @@ def test_a_checkpoint_whose_prompts_were_not_loaded_is_refused(tmp_path):
 
     trained(tmp_path, config=moving(), save_strategy="epoch", num_train_epochs=2)
     checkpoint = str(tmp_path / f"checkpoint-{2 * STEPS_AN_EPOCH}")
-    message = r"begin with the checkpoint's prompts, but that has \[.*\] prompts .* and the model \[3, 3, 3, 3\]"
+    message = r"but the checkpoint has \[.*\] prompts in its blocks and the model has \[3, 3, 3, 3\]"
     with pytest.raises(ValueError, match=message):
         trained(tmp_path, resume_from_checkpoint=checkpoint, config=moving(), trainer_class=Forgets)
 

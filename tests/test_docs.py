@@ -30,6 +30,7 @@ from provpt_peft.backbone.families import FAMILIES, BackboneFamily
 ROOT = tiny.FOLDER.parent
 PAGES = sorted([*ROOT.glob("*.md"), ROOT / "tests" / "README.md", *(ROOT / "docs").rglob("*.md")])
 VIT, SWIN = "google/vit-base-patch16-224-in21k", "microsoft/swin-tiny-patch4-window7-224"
+DINOV2 = ".cache/dinov2-small"
 
 
 def blocks(page):
@@ -46,9 +47,10 @@ def checkpoints(tmp_path):
     tensors = {f"vit.{name}": tensor.contiguous() for name, tensor in vit.state_dict().items() if "pooler" not in name}
     save_file(tensors, tmp_path / "vit" / "model.safetensors", metadata={"format": "pt"})
     tiny.make("swin", num_labels=5).save_pretrained(tmp_path / "swin")
+    tiny.make("dinov2", num_labels=10).save_pretrained(tmp_path / "dinov2")
     for name in ("vit", "swin"):
         ViTImageProcessor(size={"height": 224, "width": 224}).save_pretrained(tmp_path / name)
-    return {VIT: str(tmp_path / "vit"), SWIN: str(tmp_path / "swin")}
+    return {VIT: str(tmp_path / "vit"), SWIN: str(tmp_path / "swin"), DINOV2: str(tmp_path / "dinov2")}
 
 
 @pytest.fixture

@@ -90,22 +90,25 @@ def test_finetuning_compares_the_methods(run_script, tmp_path, checkpoint):
 
 def test_finetuning_on_a_folder_of_images(run_script, tmp_path, checkpoint, image_folder):
     output = run_script(
-        "finetune_image_classification.py", "--model_name_or_path", checkpoint, "--image_folder", image_folder,
+        "finetune_image_classification.py", "--model_name_or_path", checkpoint, "--train_dir", image_folder,
         "--num_prompts", 1, "--num_train_epochs", 2, "--output_dir", tmp_path / "out", "--use_cpu", "true",
     )  # fmt: skip
-    assert "train: 16 images, validation: 4 images, test: 4 images" in output
-    # One method, unless more are asked for.
-    assert [row["method"] for row in json.loads((tmp_path / "out" / "results.json").read_text())] == ["pro-vpt"]
+    assert "train: 16 images, validation: 4 images\n" in output
+    # One method, unless more are asked for. Without test images there is no test accuracy.
+    (row,) = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert (row["method"], row["test_accuracy"]) == ("vpt-deep", None)
+    assert f"  vpt-deep      {row['validation_accuracy']:.4f}           -" in output
     base = AutoModelForImageClassification.from_pretrained(checkpoint, num_labels=2, ignore_mismatched_sizes=True)
-    model = PeftModel.from_pretrained(base, tmp_path / "out" / "pro-vpt")
+    model = PeftModel.from_pretrained(base, tmp_path / "out" / "vpt-deep")
     assert len(model.base_model.prompts()) == 4
 
 
 def test_training_arguments_are_heeded(run_script, tmp_path, checkpoint, image_folder):
     """The optimizer, and resuming: the same adapter as from a run that was not stopped."""
     arguments = (
-        "finetune_image_classification.py", "--model_name_or_path", checkpoint, "--image_folder", image_folder,
+        "finetune_image_classification.py", "--model_name_or_path", checkpoint, "--train_dir", image_folder,
         "--num_prompts", 2, "--num_train_epochs", 4, "--output_dir", tmp_path / "out", "--use_cpu", "true",
+        "--methods", "pro-vpt",
         "--optim", "sgd", "--optim_args", "momentum=0.75", "--learning_rate", 0.5, "--head_learning_rate", 0.25,
         "--weight_decay", 0.125, "--save_strategy", "epoch", "--lr_scheduler_type", "constant",
     )  # fmt: skip
@@ -115,7 +118,12 @@ def test_training_arguments_are_heeded(run_script, tmp_path, checkpoint, image_f
     assert [(group["lr"], group["weight_decay"]) for group in (prompts, head)] == [(0.5, 0.0), (0.25, 0.125)]
     assert prompts["momentum"] == head["momentum"] == 0.75
     first = folder.rename(tmp_path / "first")
+    results = tmp_path / "out" / "results.json"
+    (row,) = json.loads(results.read_text())
+    results.write_text(json.dumps([row | {"method": "lora"}, row]))
     run_script(*arguments, "--resume_from_checkpoint", first / "checkpoint-4", "--do_train", "--do_eval")
+    # The rows of other methods are still there.
+    assert [row["method"] for row in json.loads(results.read_text())] == ["lora", "pro-vpt"]
     assert not (folder / "checkpoint-2").exists()
     name = "adapter_model.safetensors"
     assert (folder / name).read_bytes() == (first / name).read_bytes()
@@ -143,7 +151,7 @@ def parsed(monkeypatch, script, *arguments):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_optimizers_have_a_group_for_prompts_and_one_for_the_head(monkeypatch, script):
     _, defaults = parsed(monkeypatch, script)
-    assert defaults.methods == ["pro-vpt"]
+    assert (defaults.methods, defaults.num_prompts) == (["vpt-deep"], 10)
     options = ["--optim", "rmsprop", "--learning_rate=2", "--head_learning_rate=3", "--weight_decay=4"]
     module, args = parsed(monkeypatch, script, *options)
     model = tiny.prompted(tiny.make("vit"))
@@ -171,9 +179,9 @@ def test_lora_has_the_same_groups_as_prompts(monkeypatch):
 
 REFUSED = [
     (["--resume_from_checkpoint", "missing"], "must be a folder that the Trainer saved, got missing"),
-    (["--methods", "vpt-deep", "pro-vpt", "--resume_from_checkpoint", "missing"], "A checkpoint is of one method"),
+    (["--methods", "vpt-deep", "pro-vpt", "--resume_from_checkpoint", "missing"], "A checkpoint belongs to one"),
     (["--preset", "adding"], "invalid choice"),
-    (["--methods", "vpt-deep", "--preset", "paper"], "`--methods` must have"),
+    (["--preset", "paper"], "`--methods` must have"),
     (["--num_prompts", "0"], "`num_prompts` must be at least 1"),
     (["--push_to_hub"], "call `provpt_peft.push_to_hub` after training"),
     (["--remove_unused_columns", "true"], "`--remove_unused_columns` has to keep its default"),
@@ -204,7 +212,7 @@ def test_options_of_prompts_are_refused_where_there_are_none(monkeypatch, capsys
     for option in ("--num_prompts=1", "--prompt_dropout=0.5", refused):
         with pytest.raises(SystemExit):
             parsed(monkeypatch, script, "--methods", SCRIPTS[script][0], option)
-        assert f"`{option.split('=')[0]}` is of " in capsys.readouterr().err
+        assert f"`{option.split('=')[0]}` applies to " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("script", ["finetune_segmentation", "finetune_detection"])
@@ -219,7 +227,8 @@ def test_data_options_that_would_be_ignored_are_refused(monkeypatch, capsys, tmp
     for options, message in (
         (["--image_column_name", "img"], "is not for `digits`"),
         (["--dataset_config_name", "plain"], "is for data sets of the Hub"),
-        (["--image_folder", str(tmp_path)], "Give one of"),
+        (["--train_dir", str(tmp_path)], "Give one of"),
+        (["--test_dir", str(tmp_path)], "`--test_dir` needs `--train_dir`"),
         (["--eval_do_concat_batches", "false"], "has to keep its default"),
         (["--do_train", "--do_eval", "--eval_strategy", "no"], "Leave `--do_train`"),
         (["--keep_images", "true", "--dataloader_num_workers", "2"], "needs `--dataloader_persistent_workers`"),
@@ -246,14 +255,15 @@ def test_help_explains_itself(monkeypatch, capsys):
         text = " ".join(capsys.readouterr().out.split())
         for explanation in (
             "Prompts in each block at the start", "LEARNING_RATE Learning rate of the prompts",
-            "HEAD_LEARNING_RATE Learning rate of ", "(default: ['pro-vpt'])", "vpt-deep,pro-vpt}", f"{{{method},",
+            "HEAD_LEARNING_RATE Learning rate of ", "(default: ['vpt-deep'])", "vpt-deep,pro-vpt}", f"{{{method},",
         ):  # fmt: skip
             assert explanation in text, explanation
 
 
 def test_notes_are_printed(run_script, tmp_path, checkpoint, image_folder):
     output = run_script(
-        "finetune_image_classification.py", "--model_name_or_path", checkpoint, "--image_folder", image_folder,
+        "finetune_image_classification.py", "--model_name_or_path", checkpoint, "--train_dir", image_folder,
+        "--methods", "pro-vpt",
         "--num_prompts", 1, "--num_train_epochs", 4, "--learning_rate", 1e30, "--max_grad_norm", 0, "--use_cpu",
         "true", "--output_dir", tmp_path / "out", "--head_learning_rate", 1e30,
     )  # fmt: skip
@@ -281,7 +291,7 @@ def test_pictures_of_all_kinds(tmp_path, checkpoint):
         "palette.gif": pixels.convert("P"), "lines.png": pixels.convert("1"), "turned.jpg": pixels,
     }  # fmt: skip
     folder = images_in(tmp_path / "kinds", pictures)
-    arguments = classification.DataArguments(image_folder=str(folder))
+    arguments = classification.DataArguments(train_dir=str(folder))
     splits = classification.load_images(arguments, seed=0)
     data = classification.ResizedImages(splits["train"], ViTImageProcessor.from_pretrained(checkpoint), keep=False)
     for index in range(len(data)):
@@ -294,9 +304,9 @@ def test_pictures_of_all_kinds(tmp_path, checkpoint):
 def test_pictures_that_cannot_be_used_are_named(tmp_path, checkpoint):
     deep = Image.fromarray(np.full((20, 20), 1000, dtype=np.uint16))
     folder = images_in(tmp_path / "deep", {f"{number}.png": deep for number in range(5)})
-    splits = classification.load_images(classification.DataArguments(image_folder=str(folder)), seed=0)
+    splits = classification.load_images(classification.DataArguments(train_dir=str(folder)), seed=0)
     processor = ViTImageProcessor.from_pretrained(checkpoint)
-    with pytest.raises(ValueError, match=r"8 bits a channel, but .*[0-4]\.png has more"):
+    with pytest.raises(ValueError, match=r"8 bits per channel, but .*[0-4]\.png has more"):
         classification.ResizedImages(splits["train"], processor, keep=False)[0]
     for path in folder.rglob("*.png"):
         path.write_text("no picture")
@@ -308,30 +318,37 @@ def test_labels_and_columns(tmp_path, image_folder):
     def load(**arguments):
         return classification.load_images(classification.DataArguments(**arguments), seed=0)
 
-    with pytest.raises(ValueError, match="There is no column species, but image, label"):
-        load(image_folder=str(image_folder), label_column_name="species")
+    with pytest.raises(ValueError, match="There must be a column species, got image, label"):
+        load(train_dir=str(image_folder), label_column_name="species")
     with pytest.raises(ValueError, match="A folder needs a sub-folder for each class"):
-        load(image_folder=str(image_folder / "cat"))
+        load(train_dir=str(image_folder / "cat"))
     own = tmp_path / "own"
-    for split in ("train", "validation"):
+    splits = ("train", "validation", "test")
+    for split in splits:
         shutil.copytree(image_folder, own / split)
-    assert {name: len(split) for name, split in load(image_folder=str(own)).items()} == dict.fromkeys(
-        ("train", "validation", "test"), 20
-    )
-    with pytest.raises(ValueError, match="has a validation split of its own"):
-        load(image_folder=str(own), validation_share=0.1)
+    (own / "validation" / "cat" / "0.png").unlink()
+    folders = {f"{split}_dir": str(own / split) for split in splits}
+    loaded = load(**folders)
+    assert {name: len(split) for name, split in loaded.items()} == {"train": 20, "validation": 19, "test": 20}
+    assert {tuple(split.features["label"].names) for split in loaded.values()} == {("cat", "dog")}
+    few = load(**folders, max_train_samples=5, max_eval_samples=6, max_test_samples=7)
+    assert [len(few[split]) for split in splits] == [5, 6, 7]
+    with pytest.raises(ValueError, match="has its own validation split"):
+        load(**folders, train_val_split=0.1)
+    with pytest.raises(ValueError, match="`--test_dir` must be a folder, got nowhere"):
+        load(train_dir=str(own / "train"), test_dir="nowhere")
     # Names or numbers of classes in another column.
     lines = [json.dumps({"file_name": f"cat/{n}.png", "species": 10 * (n % 3)}) for n in range(10)]
     (image_folder / "metadata.jsonl").write_text("\n".join(lines))
     for path in (image_folder / "dog").iterdir():
         path.unlink()
-    splits = load(image_folder=str(image_folder), label_column_name="species")
+    splits = load(train_dir=str(image_folder), label_column_name="species")
     assert splits["train"].features["label"].names == ["0", "10", "20"]
     (image_folder / "metadata.jsonl").write_text("\n".join(lines[:1] + lines[3:4]))
     for number in (1, 2, 4, 5, 6, 7, 8, 9):
         (image_folder / "cat" / f"{number}.png").unlink()
     with pytest.raises(ValueError, match=r"at least two classes, got \['0'\]"):
-        load(image_folder=str(image_folder), label_column_name="species")
+        load(train_dir=str(image_folder), label_column_name="species")
 
 
 def test_a_folder_with_something_else_in_it_gets_no_checkpoint(tmp_path):

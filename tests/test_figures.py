@@ -255,7 +255,7 @@ def test_maps_of_attention_show_where_the_class_token_looks():
     figure = attention_maps.plot_attention_maps({"VPT-Deep": model, "PRO-VPT": model}, tiny.images())
     assert [axes.get_title() for axes in figure.axes[:3]] == ["image", "VPT-Deep", "PRO-VPT"]
     np.testing.assert_allclose(figure.axes[1].images[1].get_array(), maps[0], rtol=1e-6)
-    with pytest.raises(ValueError, match="which Swin has not"):
+    with pytest.raises(ValueError, match="which Swin lacks"):
         attention_maps.attention_map(tiny.prompted(tiny.make("swin")), tiny.images())
 
 

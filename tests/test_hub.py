@@ -159,9 +159,28 @@ def test_a_processor_without_images_leaves_the_base_model_s(adapter, content):
 def test_image_processor_that_cannot_be_read(monkeypatch, adapter, name, content):
     monkeypatch.setattr(transformers.AutoModelForImageClassification, "from_pretrained", None)
     (adapter / name).write_text(content)
-    message = rf"^{adapter}: an adapter's own image processor must be one .* can load, got .* Save it anew"
+    message = rf"^{adapter}: an adapter's own image processor must be one .* can load, got .* Save it again"
     with pytest.raises(ValueError, match=message):
         load_image_classifier(adapter)
+
+
+@pytest.mark.parametrize(("size", "fits"), [((16, 16), False), ((16, 32), False), ((32, 32), True), (None, True)])
+def test_images_of_another_size_than_the_base_model_s(adapter, base, size, fits):
+    model = load_image_classifier(adapter).model
+    if size is not None:
+        model.train()(pixel_values=torch.randn(1, 3, *size), interpolate_pos_encoding=True)
+        # Only training counts.
+        model.eval()(pixel_values=torch.randn(1, 3, 48, 48), interpolate_pos_encoding=True)
+        model.save_pretrained(adapter)
+    if not fits:
+        with pytest.raises(ValueError, match=f"must be trained on images of .* size, 32 x 32 .*, got 16 x {size[1]}"):
+            load_image_classifier(adapter)
+        pool = provpt_peft.ClassifierPool(base)
+        with pytest.raises(ValueError, match="must be trained on images of the base model's size"):
+            pool.load("flowers", adapter)
+        # With its own image processor there is nothing to guess.
+        transformers.ViTImageProcessorPil(size={"height": 16, "width": size[1]}).save_pretrained(adapter)
+    load_image_classifier(adapter)
 
 
 def test_a_new_number_of_classes_comes_from_the_adapter(tmp_path, base):
@@ -193,6 +212,20 @@ def test_other_names_are_refused(tmp_path):
 def test_base_model_that_is_not_here(tmp_path, base, adapter, name):
     change_config(adapter, base_model_name_or_path=name)
     with pytest.raises(ValueError, match=rf"adapter_config.json: the base model .* got {name!r}. Pass .*`base_model`"):
+        load_image_classifier(adapter)
+    assert load_image_classifier(adapter, base_model=base).labels == NAMES
+
+
+def test_a_local_base_model_from_another_folder(tmp_path, monkeypatch, base, adapter):
+    """PEFT stores the path as it was given, which looks like a Hub id."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    change_config(adapter, base_model_name_or_path="base")
+    with monkeypatch.context() as inside:
+        inside.chdir(tmp_path)
+        load_image_classifier(adapter)
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    with pytest.raises(OSError, match=r"adapter_config.json: the base model .* got 'base', .* as `base_model`"):
         load_image_classifier(adapter)
     assert load_image_classifier(adapter, base_model=base).labels == NAMES
 
@@ -411,7 +444,7 @@ HOSTILE = {
     "setting of a wrong type": (settings(prompt_dropout="high"), r"config.json: .*must be in"),
     "no tensors": (
         lambda folder: (folder / "adapter_model.safetensors").unlink(),
-        r"model.safetensors: weights are only read from this file, got none. Save the adapter anew",
+        r"model.safetensors: weights are only read from this file, got none. Save the adapter again",
     ),
     "pickle": (pickle_only, r"model.safetensors: .* got only adapter_model.bin, a pickle file, which can run code"),
     "empty tensors": (write("adapter_model.safetensors", b""), r"model.safetensors: .*complete safetensors, got"),
@@ -429,10 +462,10 @@ HOSTILE = {
         tensors(**{PROMPTS: None}),
         r"model.safetensors: An adapter consists of prompts and their blocks, but prompts are missing",
     ),
-    "no blocks": (tensors(**{BLOCKS: None}), r"but the prompts' blocks are missing. Save it anew"),
+    "no blocks": (tensors(**{BLOCKS: None}), r"but the prompts' blocks are missing. Save it again"),
     "surplus prompts": (
         tensors(**{f"{PROMPTS}.other": torch.zeros(12, 32)}),
-        r"no prompt tensors but prompts and their blocks, got \['base_model.bank.provpt_prompts.other'\] as well",
+        r"no prompt tensors other than prompts .* got \['base_model.bank.provpt_prompts.other'\] as well",
     ),
     "no head": (
         tensors(**{HEAD: None, "base_model.model.classifier.bias": None}),
@@ -535,14 +568,18 @@ RECORD = dict(epoch=1, prompt=0, from_block=1, block=4, idleness=0.1, block_idle
         (5, "`training` must be a dict"),
         (dict(history=5), r"`training\['history'\]` must be of type list"),
         (dict(history=["x"]), "must be of type dict"),
-        (dict(history=[RECORD | dict(block=99)]), "`block` of a relocation must be a whole number from 0 on to 4"),
+        (dict(history=[RECORD | dict(block=99)]), "`block` of a relocation must be a whole number from 0 to 4"),
         (dict(history=[RECORD | dict(epoch=None)]), "`epoch` of a relocation must be a whole number"),
         (dict(history=[RECORD | dict(epoch=-1)]), "`epoch` of a relocation must be a whole number"),
         (dict(history=[RECORD | dict(prompt=-1)]), "`prompt` of a relocation must be a whole number"),
         (dict(history=[RECORD | dict(idleness="x")]), "`idleness` of a relocation must be a number"),
         (dict(history=[RECORD | dict(block_idleness=[1])]), "a number for each of 4 blocks"),
+        (dict(history=[RECORD | dict(prompt=True)]), "`prompt` of a relocation must be a whole number"),
+        (dict(history=[RECORD | dict(policy=[1])]), "`policy` of a relocation must map names to numbers"),
+        (dict(history=[RECORD | dict(policy={"loss": "x"})]), "`policy` of a relocation must map names to numbers"),
+        (dict(history=[RECORD | dict(note=5)]), "`note` of a relocation must be text"),
         (dict(epochs="x"), r"`training\['epochs'\]` must be of type int"),
-        (dict(epochs=-1), r"`training\['epochs'\]` must be a whole number from 0 on"),
+        (dict(epochs=-1), r"`training\['epochs'\]` must be a whole number of at least 0"),
         (dict(metrics=[1]), r"`training\['metrics'\]` must be of type dict"),
     ],
 )

@@ -138,10 +138,10 @@ def test_a_config_is_its_first_model_s_own_and_fits_others_too(tmp_path):
         ("provpt_prompt_blocks", torch.ones(12, 4), r"one-hot rows of shape \(12, 5\), .* got torch.float32 of .*4\)"),
         ("provpt_prompt_blocks", torch.zeros(12, 0), r"got torch.float32 of shape \(12, 0\)"),
         ("provpt_prompt_blocks", torch.zeros(12, 5).to(torch.float8_e5m2), "got torch.float8_e5m2"),
-        ("provpt_prompt_blocks", torch.zeros(12, 5), "must be finite and have a largest number above 0"),
-        ("provpt_prompt_blocks", torch.full((12, 5), torch.nan), "must be finite and have a largest number above 0"),
+        ("provpt_prompt_blocks", torch.zeros(12, 5), "must be finite with a maximum above 0"),
+        ("provpt_prompt_blocks", torch.full((12, 5), torch.nan), "must be finite with a maximum above 0"),
         ("provpt_prompt_blocks", None, "the prompts' blocks are missing"),
-        ("provpt_more", torch.ones(2), r"no tensors but those of the adapter, got \['base_model.bank.provpt_more'\]"),
+        ("provpt_more", torch.ones(2), r"only hold tensors of the adapter, got \['base_model.bank.provpt_more'\]"),
     ],
 )
 def test_broken_tensors_are_refused_before_anything_changes(tmp_path, name, value, message):

@@ -56,7 +56,7 @@ def test_models_without_prompts_to_train_are_refused(tmp_path):
     tiny.prompted(tiny.make("vit")).save_pretrained(tmp_path)
     frozen = PeftModel.from_pretrained(tiny.make("vit"), tmp_path)
     for model in (tiny.make("vit"), frozen):
-        with pytest.raises(ValueError, match=r"prompts that are trained, but the \w+ has none\. Wrap .*is_trainable"):
+        with pytest.raises(ValueError, match=r"needs trainable prompts, but the \w+ has none\. Wrap .*is_trainable"):
             groups_of(model)
 
 

@@ -156,7 +156,7 @@ def test_adapters_that_do_not_fit_are_refused(folder):
     tensors = load_file(path)
     head = "base_model.model.classifier.weight"
     save_file(tensors | {head: tensors[head][:, :5].contiguous()}, path)
-    with pytest.raises(ValueError, match=r"the head must take what the backbone gives, 32 numbers, got .*\(5, 5\)"):
+    with pytest.raises(ValueError, match=r"the head must take the backbone's 32 features, got .*\(5, 5\)"):
         pool.load("cars", folder / "vit-cars")
     save_file({name: tensor for name, tensor in tensors.items() if name != head}, path)
     for _ in range(2):
@@ -164,7 +164,7 @@ def test_adapters_that_do_not_fit_are_refused(folder):
             pool.load("birds", folder / "vit-cars")
     assert len(pool._bank.provpt_prompts) == 2  # the one that no image names, and birds
     save_task(folder, "vit", "twins", ["a", "a", "b"])
-    with pytest.raises(ValueError, match="each class must have a name of its own"):
+    with pytest.raises(ValueError, match="each class must have a unique name"):
         pool.load("twins", folder / "vit-twins")
     path.write_bytes(b"broken")
     with pytest.raises(ValueError, match="must be complete safetensors"):

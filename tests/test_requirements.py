@@ -67,7 +67,7 @@ def test_everything_runs_without_torchvision():
 @pytest.mark.parametrize("given", [None, iter([]), (batch for batch in ())])
 def test_relocator_without_images_that_it_can_read_again(given):
     model = tiny.prompted(tiny.make("vit"))
-    found = "none" if given is None else f"a {type(given).__name__}, which can be read once"
+    found = "none" if given is None else f"a {type(given).__name__}, which can be read only once"
     with pytest.raises(ValueError, match=rf"which must be a list .*, got {found}\. Give .*first_batches\(loader, 5\)"):
         Relocator(model, RelocationConfig(score_images=5), score_batches=given)
 

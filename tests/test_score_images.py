@@ -580,15 +580,15 @@ def test_a_training_in_which_nothing_will_move_is_warned_of_once(tmp_path, caplo
 def test_an_epoch_of_unknown_length_is_warned_of(tmp_path, caplog):
     settings = dict(train_dataset=Stream(), max_steps=3)
     _, callback, _ = run(tmp_path, moving(), **settings)
-    assert caplog.text.count("how long one is cannot be told. Set `relocate_every` to steps") == 1
+    assert caplog.text.count("the length of an epoch is not known. Set `relocate_every` to a number of steps") == 1
     assert callback.history == []
     caplog.clear()
     run(tmp_path, moving(relocate_every=1), **settings)
-    assert "cannot be told" not in caplog.text
+    assert "is not known" not in caplog.text
 
 
 def test_two_callbacks_are_refused(tmp_path):
     trainer, _ = make_trainer(tmp_path, trainer_class=Recording, callbacks=[RelocationTrainerCallback()])
-    with pytest.raises(ValueError, match="A Trainer has one RelocationTrainerCallback, got 2"):
+    with pytest.raises(ValueError, match="A Trainer may have only one RelocationTrainerCallback, got 2"):
         trainer.train()
     assert trainer.seen == []

@@ -109,7 +109,7 @@ def test_what_is_refused_leaves_the_others_alone(folder):
         "broken": ("/tasks/broken", picture(), 500, "complete safetensors"),
         "dots": ("/tasks/%2E%2E", picture(), 404, ""),
         "long name": ("/tasks/" + "a" * 300, picture(), 404, ""),
-        "16 bits": ("/tasks/task0", deep.getvalue(), 415, "8 bits a channel"),
+        "16 bits": ("/tasks/task0", deep.getvalue(), 415, "8 bits per channel"),
         "no image": ("/tasks/task0", b"no image", 415, "must be an image"),
         "cut": ("/tasks/task0", cut, 415, "must be an image"),
         "empty": ("/tasks/task0", b"", 415, "must be an image"),

@@ -85,6 +85,7 @@ FIRST = Recipe((1e-3, 3e-3), None, warmup=0.0, prompt_dropout=PAPER_DROPOUT, bat
 # Each method's own, from recipes.py. The prompts' rate is that of 5 a block, see `recipe_of`.
 PROMPTS = Recipe((PROMPTS_LR,), batch_size=8)
 LORA = Recipe((3e-3,))
+LORA_8 = Recipe((1e-3, 3e-3))
 HEAD = Recipe((3e-3, 1e-2), head_learning_rate=None)
 
 
@@ -96,7 +97,8 @@ def recipe_of(method: str, name: str, num_prompts: int) -> Recipe:
     """
     if name == "first":
         return FIRST
-    for beginning, recipe in {"vpt": PROMPTS, "pro-vpt": PROMPTS, "lora": LORA, "linear": HEAD}.items():
+    recipes = {"vpt": PROMPTS, "pro-vpt": PROMPTS, "lora-8": LORA_8, "lora": LORA, "linear": HEAD}
+    for beginning, recipe in recipes.items():
         if method.startswith(beginning):
             return replace(recipe, learning_rates=(prompts_lr(num_prompts),)) if recipe is PROMPTS else recipe
     raise ValueError(f"There is no recipe of its own for {method!r}. Give it `--recipe first`.")

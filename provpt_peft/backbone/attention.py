@@ -1,10 +1,10 @@
-"""Prompts inside the attention: their keys and values are appended, their tokens never exist.
+"""Prompts enter the attention as extra keys and values, not as tokens.
 
-VPT-Deep drops a block's prompt tokens after the block, so they act on the other tokens only through the keys and
-values that the block's attention makes of them. Appending those is the same function as prepending tokens, without the
-cost of carrying the tokens through queries, output projection and MLP.
+VPT-Deep drops a block's prompt tokens after the block, so they affect the other tokens only through the keys and
+values that the block's attention computes from them. Appending these computes the same function as prepending the
+tokens, without the cost of passing the tokens through queries, output projection and MLP.
 
-Legend: B images, W windows an image (1 unless the family is windowed), H heads, T tokens, n prompts of the block,
+Legend: B images, W windows per image (1 unless the family is windowed), H heads, T tokens, n prompts of the block,
 D width, d head size.
 """
 
@@ -31,10 +31,11 @@ IMPLEMENTATION = "provpt"
 
 
 class PromptedBlock:
-    """One block of the backbone, by its number 1 … L, and the prompts it sees.
+    """One transformer block of the backbone, numbered 1 … L, and the prompts it sees.
 
-    Making one hooks the prompts into the block's attention; `remove` undoes it. The attention module keeps its class
-    and its place: it only gets a copy of its config that names our attention function.
+    The constructor hooks the prompts into the block's attention; `remove` undoes this. The attention module stays in
+    place and keeps its class. It only gets a copy of its config that names our attention function, or, if it does not
+    call the registry, a `forward` that does.
     """
 
     def __init__(self, block: nn.Module, family: BackboneFamily, bank: PromptBank, number: int) -> None:
@@ -42,8 +43,8 @@ class PromptedBlock:
         self.family = family
         self.bank = bank
         self.number = number
-        self.keep_dropout = False  # the attention's own, in training
-        self.images: int | None = None  # B, where the attention sees windows
+        self.keep_dropout = False  # whether the attention's own dropout stays on in training
+        self.images: int | None = None  # B, set only if the attention sees windows
         self.width = resolve(block, family.norm).weight.shape[-1]
         self.attention = resolve(block, family.attention)
         self.attention.provpt_block = self
@@ -56,12 +57,12 @@ class PromptedBlock:
             self.attention.config._attn_implementation_internal = IMPLEMENTATION
         sees_images = sees_images_first(block, family)
         self._hook = None if sees_images is None else sees_images.register_forward_pre_hook(self._count_images)
-        # A description may be wrong: an attention that does its own arithmetic would leave the prompts out.
+        # A user's description may be wrong: an attention that does not call the registry would ignore the prompts.
         self.reached = False
         self._check = block.register_forward_hook(self._check_reached) if family not in FAMILIES else None
 
     def remove(self) -> None:
-        """Take the prompts out of the block and make its attention what it was."""
+        """Remove the prompts from the block and restore its attention."""
         self.attention.__dict__.pop("provpt_block", None)
         if self.family.own_attention is not None:
             self.attention.__dict__.pop("forward", None)
@@ -77,30 +78,30 @@ class PromptedBlock:
     def _check_reached(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not self.reached and not torch.compiler.is_compiling():
             raise ValueError(
-                "The attention of a described `backbone` has to call transformers' attention registry with its "
-                f"`config`, but {self.family.attention!r} of {self.family.block}, a {type(self.attention).__name__}, "
-                "did its own arithmetic, which leaves the prompts out. Let it call `ALL_ATTENTION_FUNCTIONS`."
+                "The attention module that `backbone` describes must call transformers' attention registry with its "
+                f"`config`, but {self.family.attention!r} of {self.family.block} ({type(self.attention).__name__}) "
+                "did not, so the prompts had no effect. Make it call `ALL_ATTENTION_FUNCTIONS`."
             )
 
     def _attend_by_registry(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """The `forward` of an attention module that does its own arithmetic, while there are prompts in it: context
-        (B * W, T, D), and the attention weights where asked for."""
+        """`forward` of an attention module that does not call the registry, while it has prompts. Returns the context
+        (B * W, T, D), and the attention weights if requested."""
         if self.bank.enabled_adapter is None:
             return type(self.attention).forward(self.attention, *args, **kwargs)
         assert self.family.own_attention is not None
         *inputs, scaling, output_attentions = self.family.own_attention(self.attention, *args, **kwargs)
         dropout = self.attention.dropout.p if self.attention.dropout.training else 0.0
         implementation = "eager" if output_attentions else "sdpa"
-        # The kernel takes a module that does not say so, and has no mask, for a causal one.
+        # By default, the kernel assumes causal attention if there is no mask and the module has no `is_causal`.
         settings = dict(scaling=scaling, dropout=dropout, implementation=implementation, is_causal=False)
         output, weights = prompted_attention(self.attention, *inputs, **settings)
         return output.flatten(2), weights
 
     def attend(self, *args: Any, implementation: str | None = None, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Call the attention function that the model's own config names at this moment, or the one given.
+        """Call the attention function that the model's own config currently names, or the one given.
 
-        `eager` is in no registry: it stands in the module that the attention's class comes from. Where it does not,
-        the attention does its own arithmetic, and ViT's is as good as any.
+        `eager` is not in the registry: it is a function in the Python module that defines the attention's class. If
+        that module has none, the attention does not call the registry, and ViT's function does the same.
         """
         implementation = implementation or self.config._attn_implementation
         eager = getattr(sys.modules[type(self.attention).__module__], "eager_attention_forward", None)
@@ -109,7 +110,7 @@ class PromptedBlock:
 
             eager = eager_attention_forward
         function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
-        # The flash function looks up its own name on the module's config once more.
+        # The flash function reads its own name from the module's config again.
         module: Any = _AsItWas(self.attention, self.config) if "flash" in implementation else self.attention
         return function(module, *args, **kwargs)
 
@@ -120,8 +121,8 @@ class PromptedBlock:
     def keys_and_values(
         self, adapter: str, images: int, key: Tensor, rows: Tensor, gates: Gates | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values of an adapter's prompts whose indices are `rows` (n,), each (1 or B, H, n, d), in the dtype
-        of the tokens' keys (…, H, T, d). While scores are measured, the prompts pass through gates."""
+        """Keys and values of the adapter's prompts at the indices `rows` (n,), each (1 or B, H, n, d), in the dtype of
+        the tokens' keys (…, H, T, d). While scores are measured, the prompts pass through gates."""
         bank = self.bank
         kept, name = bank.kept(), (adapter, self.number, key.dtype, key.device)
         if kept is not None and name in kept:
@@ -129,9 +130,9 @@ class PromptedBlock:
         prompts = bank.provpt_prompts[adapter][rows, : self.width].unsqueeze(0)  # (1, n, D)
         rate = bank.dropout[adapter] if bank.training else 0.0
         if rate > 0.0 and transformed():
-            prompts = F.dropout(prompts.expand(images, -1, -1), rate)  # masks of their own under `vmap`
+            prompts = F.dropout(prompts.expand(images, -1, -1), rate)  # separate masks under `vmap`
         elif rate > 0.0:
-            # As `F.dropout`, with the same random numbers, but what is stored for the backward pass is a boolean mask.
+            # Same as `F.dropout`, with the same random numbers, but stores only a boolean mask for the backward pass.
             mask = torch.empty(images, *prompts.shape[1:], dtype=torch.bool, device=prompts.device)
             prompts = torch.where(mask.bernoulli_(1 - rate), prompts / (1 - rate), 0.0)
         if gates is not None:
@@ -142,7 +143,7 @@ class PromptedBlock:
         return keys_and_values
 
     def mixed_keys_and_values(self, seen: SeenPrompts, key: Tensor) -> tuple[Tensor, Tensor]:
-        """The same for images with adapters of their own, each (B, H, n, d)."""
+        """Keys and values for a mixed batch, in which each image has its own adapter, each (B, H, n, d)."""
         bank = self.bank
         if bank.kept() is None:  # one projection for all adapters
             found = [self._project(seen.prompts[None, :, : self.width], key)]
@@ -153,7 +154,7 @@ class PromptedBlock:
 
     def _project(self, prompts: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of prompts (b, n, D), each (b, H, n, d)."""
-        # Now, since `modules_to_save` may have replaced them.
+        # Looked up in each call, since `modules_to_save` may have replaced them.
         norm, *projections = [resolve(self.block, getattr(self.family, part)) for part in ("norm", "key", "value")]
         prompts = prompts.to(norm.weight.dtype)
         normed = norm(prompts) if self.family.norm_first else prompts
@@ -165,8 +166,8 @@ class PromptedBlock:
 
 
 class _AsItWas:
-    """An attention module with the config that it had before it was prompted. To swap the configs during the call
-    would take the prompts from other threads' forward passes."""
+    """An attention module with its original config. Swapping the config on the module itself during the call would
+    remove the prompts from forward passes in other threads."""
 
     def __init__(self, module: nn.Module, config: Any) -> None:
         self.module = module
@@ -177,8 +178,8 @@ class _AsItWas:
 
 
 def sees_images_first(block: nn.Module, family: BackboneFamily) -> nn.Module | None:
-    """The module whose input tells the number of images, which the attention of a windowed family cannot tell from
-    windows; None in other families. A norm runs again where a checkpointed block does."""
+    """The module whose input shows the number of images, since a windowed attention only sees windows. None if the
+    family is not windowed. A norm's hook also runs when gradient checkpointing recomputes the block."""
     if not family.windowed:
         return None
     return resolve(block, family.norm) if family.norm_first else block
@@ -195,7 +196,7 @@ def prompted_attention(
         attention_mask: None, or a mask or relative position bias that broadcasts to (B * W, H, T, T).
 
     Returns:
-        Output (B * W, T, H, d), and the attention weights (B * W, H, T, T + n) where the implementation gives them.
+        Output (B * W, T, H, d), and the attention weights (B * W, H, T, T + n) if the implementation returns them.
     """
     block: Any = module.provpt_block
     if not torch.compiler.is_compiling():
@@ -258,7 +259,7 @@ def _for_each_window(prompts: Tensor, batch: int) -> Tensor:
 
 
 def _with_hidden(mask: Tensor | None, hidden: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """A mask over tokens, if there is one, and prompts: those that only fill an image's row up are hidden."""
+    """Extend the mask over tokens, if any, to the prompts. Prompts that only pad an image's row are hidden."""
     if mask is None:
         mask = query.new_zeros(1, 1, 1, key.shape[2])
     if mask.dtype == torch.bool:
@@ -270,9 +271,9 @@ def _with_hidden(mask: Tensor | None, hidden: Tensor, query: Tensor, key: Tensor
 
 
 def _dense_mask(attention_mask: Any, query: Tensor, key: Tensor) -> Tensor:
-    """The masks of flex (a `BlockMask`) and flash (2-D, over keys) as a boolean one that broadcasts to (…, T, T).
+    """Convert a mask of flex (a `BlockMask`) or flash (2-D, over keys) to a boolean mask that broadcasts to (…, T, T).
 
-    Neither can be extended by the prompts as it is. transformers makes a `BlockMask` even where nothing is masked.
+    Neither kind can be extended by prompts directly. transformers makes a `BlockMask` even if nothing is masked.
     """
     if isinstance(attention_mask, Tensor):
         return attention_mask[:, None, None, :].bool()

@@ -1,4 +1,4 @@
-"""Gradients for prompts inside reentrantly checkpointed blocks."""
+"""Gradients for prompts in blocks that use reentrant gradient checkpointing."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ..prompts import PromptBank
 class CheckpointInputs:
     """Makes the first block's input require a gradient while blocks are checkpointed with `use_reentrant=True`.
 
-    Reentrant checkpointing gives a block's parameters gradients only if one of the block's inputs requires one, and
-    the embeddings of a frozen backbone do not. transformers' `enable_input_require_grads` is for that, but it has to
-    be called, fails where embeddings return more than a tensor, as Swin's do, and makes the backward pass reach the
-    first block for non-reentrant checkpointing too; so it is put aside.
+    With reentrant checkpointing, a block's parameters get gradients only if one of the block's inputs requires a
+    gradient, and the embeddings of a frozen backbone do not. transformers has `enable_input_require_grads` for this,
+    but the user has to call it, it fails if the embeddings return more than a tensor (Swin), and it makes the backward
+    pass reach the first block for non-reentrant checkpointing too. It is therefore replaced by a no-op.
 
     Args:
-        around: The modules that the first block is in, the model first, the block last.
+        around: The modules that contain the first block, from the model down to the block itself.
         bank: The prompts.
     """
 
@@ -35,7 +35,7 @@ class CheckpointInputs:
             vars(self.model)["enable_input_require_grads"] = self._do_nothing
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CheckpointInputs:
-        """PEFT copies embeddings that are in `modules_to_save`: their hook must not bring a copy of the model."""
+        """PEFT copies embeddings that are in `modules_to_save`. Their hook must not copy the whole model along."""
         if id(self.model) not in memo:
             return self
         copied = memo[id(self)] = object.__new__(CheckpointInputs)
@@ -43,7 +43,7 @@ class CheckpointInputs:
         return copied
 
     def remove(self) -> None:
-        """Give the model its own way back."""
+        """Remove the hooks and restore the model's `enable_input_require_grads`."""
         vars(self.model).pop("enable_input_require_grads", None)
         # PEFT's copies of the embeddings have the hook as well.
         for module in self.model.modules():
@@ -52,7 +52,7 @@ class CheckpointInputs:
                     del module._forward_hooks[key]
 
     def _do_nothing(self) -> None:
-        """Instead of transformers' `enable_input_require_grads`: the hook sees to it where it is needed."""
+        """Replaces transformers' `enable_input_require_grads`, since the hook does this where it is needed."""
 
     def _require_gradient(self, embeddings: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not torch.is_grad_enabled() or self.bank.enabled_adapter is None:
@@ -65,7 +65,7 @@ class CheckpointInputs:
 
 
 def _embeddings(around: Sequence[nn.Module]) -> nn.Module | None:
-    """What transformers calls the input embeddings of the innermost model around a block that has any."""
+    """The input embeddings, as transformers defines them, of the innermost model around a block that has any."""
     for module in reversed(around):
         try:
             return module.get_input_embeddings()  # type: ignore[operator]

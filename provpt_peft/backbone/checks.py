@@ -1,4 +1,4 @@
-"""What a model has to be before prompts are put into it."""
+"""Checks on a model and a new adapter, before prompts are added."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .families import resolve
 
 
 def modules_around(model: nn.Module, block: nn.Module) -> list[nn.Module]:
-    """The modules that a block is in, from the model itself to the block."""
+    """The modules that contain a block, from the model down to the block itself."""
     return [module for module in model.modules() if any(part is block for part in module.modules())]
 
 
 def check_modules_to_save(
     model: nn.Module, suffixes: Sequence[str] | None, found: Sequence[tuple[nn.Module, BackboneFamily]]
 ) -> None:
-    """PEFT trains copies of the modules whose names end so, and of the prompts with what they are hooked into."""
+    """PEFT trains copies of the modules in `modules_to_save`. Copies of hooked modules would contain prompts."""
     hooked = {resolve(block, family.attention) for block, family in found}
     hooked |= {sees_images_first(block, family) for block, family in found}
     modules = dict(model.named_modules())
@@ -38,37 +38,37 @@ def check_modules_to_save(
         around = [name for name in matches if hooked.intersection(modules[name].modules())]
         if around:
             raise ValueError(
-                "`modules_to_save` must not name attentions, first norms of windowed blocks, or what these are in, "
-                f"since prompts are hooked into them, but {suffix!r} names {around[0]!r}. Name parts of an attention, "
-                "such as its key projection, or other modules."
+                "`modules_to_save` must not name attention modules, first norms of windowed blocks, or modules that "
+                f"contain one, since prompts are hooked into them, but {suffix!r} names {around[0]!r}. Name parts of "
+                "an attention module, such as its key projection, or other modules."
             )
 
 
 def check_shallow(model: nn.Module, block: nn.Module, family: BackboneFamily) -> None:
-    """A token more has to be the same to every block, and no inner block's output may be wanted as a feature map."""
+    """Every block must accept extra tokens, and no inner block's output may be used as a feature map."""
     feature_maps = [type(m).__name__ for m in modules_around(model, block) if isinstance(m, BackboneMixin)]
     if not family.extra_tokens or feature_maps:
         reason = f"feature maps of {feature_maps[0]}" if feature_maps else f"blocks of {family.name}"
         raise ValueError(
-            "`shallow=True` needs blocks that take more tokens than the image has, without windows, masks or biases "
-            f"of the image's size, and without feature maps of inner blocks, got {reason}. Leave `shallow` out: deep "
-            "prompts fit every backbone."
+            "`shallow=True` needs blocks that accept extra tokens (no windows, no masks or biases tied to the image "
+            f"size) and a model without feature maps of inner blocks, got {reason}. Leave `shallow` out: deep prompts "
+            "fit every backbone."
         )
 
 
 def check_unadapted(model: nn.Module) -> None:
-    """A second method's tensors would be saved with ours, and a second bank would hide the first."""
+    """Tensors of a second method would be saved with ours, and a second prompt bank would hide the first."""
     for name, module in model.named_modules():
         if isinstance(module, (BaseTunerLayer, PromptBank)) or hasattr(module, "provpt_block"):
             raise ValueError(
                 f"PROVPT needs a model without other adapters in it, but found {type(module).__name__} at {name!r}. "
-                "Call `unload()` or `merge_and_unload()` first; further PROVPT adapters are added with `add_adapter`."
+                "Call `unload()` or `merge_and_unload()` first, or add another PROVPT adapter with `add_adapter`."
             )
 
 
 def check_new_adapter(model: nn.Module, adapter_name: str, configs: Mapping[str, ProVPTConfig]) -> None:
-    """PEFT tells the tensors of an adapter by its name, which therefore may be in no path of a tensor that is saved. A
-    model's blocks are found once, for the first adapter."""
+    """PEFT recognises an adapter's tensors by its name, so the name must not occur elsewhere in the path of a saved
+    tensor. All adapters share one `backbone`: the blocks are found once, for the first adapter."""
     taken = _names_in_saved_paths(model, {suffix for c in configs.values() for suffix in c.modules_to_save or ()})
     confused = sorted(name for name in configs if name in PREFIX or "." in name or name in taken)
     if confused:
@@ -81,13 +81,13 @@ def check_new_adapter(model: nn.Module, adapter_name: str, configs: Mapping[str,
     others = [config.backbone for config in configs.values() if config.backbone != backbone]
     if others:
         raise ValueError(
-            f"All adapters of a model have to describe the same `backbone`, got {backbone} beside {others[0]}. "
+            f"All adapters of a model have to describe the same `backbone`, got {backbone} and {others[0]}. "
             "Use the first adapter's description."
         )
 
 
 def _names_in_saved_paths(model: nn.Module, suffixes: Iterable[str]) -> set[str]:
-    """The names in the paths of an adapter's prompts, and in those of modules whose names end so, from there on."""
+    """The names in the paths of an adapter's prompts and of what is saved of modules that end in one of `suffixes`."""
     names = {"base_model", "model", "bank", *PromptBank.adapter_layer_names, *PromptBank.other_param_names}
     names |= {"original_module", "modules_to_save"}
     for path, module in model.named_modules():

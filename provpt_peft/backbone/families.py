@@ -21,13 +21,13 @@ from .own_attention import data2vec_vision, maskformer_swin, swin_v2
 def _family(
     name: str, block: str, attention: str = "attention", norm: str = "layernorm_before", old: bool = False, **rest: Any
 ) -> BackboneFamily:
-    """An entry whose projections are in the attention module, if `old` under transformers' older names."""
+    """An entry whose projections are in the attention module. `old` selects transformers' older names for them."""
     key, value = ("key", "value") if old else ("k_proj", "v_proj")
     return BackboneFamily(name, block, attention, norm, f"{attention}.{key}", f"{attention}.{value}", **rest)
 
 
 def _dual(name: str, prefix: str, **rest: Any) -> BackboneFamily:
-    """The vision tower of a model of images and text, whose text tower has blocks of the same class."""
+    """The vision tower of an image-text model, whose text tower has blocks of the same class."""
     text = tuple(f"{prefix}Text{suffix}" for suffix in ("Model", "ModelWithProjection", "Transformer"))
     return _family(name, f"{prefix}EncoderLayer", "self_attn", "layer_norm1", not_in=text, **rest)
 
@@ -71,15 +71,16 @@ def resolve(module: Any, path: str) -> Any:
 
 
 def find_blocks(model: nn.Module, description: dict | None = None) -> list[tuple[nn.Module, BackboneFamily]]:
-    """The transformer blocks of a model in forward order, wherever in it they are, and the family of each.
+    """The transformer blocks of a model in forward order, at any depth, and the family of each.
 
     Args:
         model: The model to search.
-        description: A family of the user's own, as the keyword arguments of `BackboneFamily` (`name` is optional).
-            Without it the known families are tried.
+        description: A user-defined family, as the keyword arguments of `BackboneFamily` (`name` is optional). Without
+            it, the known families are tried.
 
     Raises:
-        ValueError: If there is no block to be found, or if a described block lacks one of its parts or has others.
+        ValueError: If there are no blocks or several vision towers, or if a described block does not have the parts
+            that prompts need.
     """
     families = FAMILIES if description is None else (BackboneFamily(**{"name": "described", **description}),)
     found = list(_matches(model, families))
@@ -89,7 +90,7 @@ def find_blocks(model: nn.Module, description: dict | None = None) -> list[tuple
     if len(towers) > 1:
         raise ValueError(
             f"PROVPT puts prompts into the blocks of one vision model, but the {type(model).__name__} has several: "
-            f"{', '.join(map(repr, towers))}. Wrap the one that is to be tuned, such as model.{towers[0]} = "
+            f"{', '.join(map(repr, towers))}. Wrap the one to tune, for example model.{towers[0]} = "
             f"get_peft_model(model.{towers[0]}, config)."
         )
     if description is not None:
@@ -98,10 +99,10 @@ def find_blocks(model: nn.Module, description: dict | None = None) -> list[tuple
 
 
 def _why_none(model: nn.Module, families: tuple[BackboneFamily, ...], described: bool) -> str:
-    """Why no block was found: there is no such class, it lacks parts, or all are in modules that are left out."""
+    """Why no block was found: there is no such class, it lacks parts, or all blocks are in excluded modules."""
     name = type(model).__name__
     of_class = {type(module).__name__: module for module in model.modules()}
-    if not described:  # somebody else's class may have the name of one of transformers'
+    if not described:  # another library's class may have the name of one of transformers'
         of_class = {name: m for name, m in of_class.items() if type(m).__module__.startswith("transformers.")}
     known = [family for family in families if family.block in of_class]
     if not known and described:
@@ -112,7 +113,7 @@ def _why_none(model: nn.Module, families: tuple[BackboneFamily, ...], described:
     if not known:
         names = ", ".join(dict.fromkeys(family.name for family in families))
         return (
-            f"PROVPT needs transformer blocks that it knows, but found none in {name}. Known families: {names}. "
+            f"PROVPT needs transformer blocks of a known family, but found none in {name}. Known families: {names}. "
             f"{DESCRIBE_YOUR_OWN}"
         )
     family = known[0]
@@ -120,34 +121,35 @@ def _why_none(model: nn.Module, families: tuple[BackboneFamily, ...], described:
     missing = [f"{part}={getattr(family, part)!r}" for part in _PARTS if resolve(block, getattr(family, part)) is None]
     if not missing:
         return (
-            f"PROVPT needs blocks that see images, but every {family.block} of the {name} is in a module that is left "
-            f"out: {', '.join(family.not_in)}. Use a model with a vision tower, or change `not_in` in `backbone`."
+            f"PROVPT needs blocks that see images, but every {family.block} of the {name} is in a module that "
+            f"`not_in` excludes: {', '.join(family.not_in)}. Use a model with a vision tower, or change `not_in` in "
+            "`backbone`."
         )
     parts = f"{', '.join(missing)}. The block has {[name for name, _ in block.named_modules() if name]}."
     if described:
         return f"The paths in `backbone` have to exist in every {family.block}, but these do not: {parts}"
     return (
-        f"PROVPT knows the blocks of {family.name}, but those of transformers {transformers.__version__} have other "
-        f"parts than the ones that provpt_peft {__version__} was made for. Missing in {family.block}: {parts} Install "
-        f"a newer provpt_peft or an older transformers. {DESCRIBE_YOUR_OWN}"
+        f"PROVPT supports {family.name}, but in transformers {transformers.__version__} its blocks lack parts that "
+        f"provpt_peft {__version__} needs. Missing in {family.block}: {parts} Install a newer provpt_peft or an older "
+        f"transformers. {DESCRIBE_YOUR_OWN}"
     )
 
 
 def _check_parts(block: nn.Module, family: BackboneFamily) -> None:
-    """Check that the described parts of a block can do what prompts need."""
+    """Check that the attention and the norm of a described block have what prompts need."""
     for part, path, needed in (("attention", family.attention, "config"), ("norm", family.norm, "weight")):
         module = resolve(block, path)
         if getattr(module, needed, None) is None:
             raise ValueError(
-                f"The `{part}` in `backbone` has to be a module with a `{needed}`, but {path!r} of {family.block}, a "
-                f"{type(module).__name__}, has none. {DESCRIBE_YOUR_OWN}"
+                f"The `{part}` in `backbone` must be a module with a `{needed}`, but {path!r} of {family.block} "
+                f"({type(module).__name__}) has none. {DESCRIBE_YOUR_OWN}"
             )
 
 
 def _matches(
     model: nn.Module, families: tuple[BackboneFamily, ...]
 ) -> Iterator[tuple[str, nn.Module, BackboneFamily]]:
-    """Blocks with their families, and the name of the innermost model of transformers that each is in."""
+    """For each block: the path of the innermost transformers model around it, the block, and its family."""
     modules: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         modules[name] = module

@@ -1,10 +1,10 @@
-"""Attention modules that do their own arithmetic and never call transformers' attention registry.
+"""Attention modules that compute attention themselves and never call transformers' attention registry.
 
-For each, a function that takes the module and what its `forward` takes, and returns what another module would pass to
-the registry's attention function, to which the prompts are then added as in other families. Hidden states are (B * W,
-T, D), masks of shifted windows (W, T, T). The modules' weights, and their arithmetic without an adapter, stay.
+Each has a function here that takes the module and the arguments of its `forward`, and returns what other modules pass
+to the registry's attention function. The prompts are then added as in other families. Hidden states are (B * W, T, D),
+masks of shifted windows (W, T, T). The modules keep their weights, and their own `forward` when no adapter is enabled.
 
-Legend: B images, W windows an image, H heads, T tokens, D width, d head size.
+Legend: B images, W windows per image, H heads, T tokens, D width, d head size.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch.nn import functional as F
 
 
 class AttentionInputs(NamedTuple):
-    """What an attention function takes."""
+    """The arguments of an attention function."""
 
-    query: Tensor  # (B * W, H, T, d), as the next two
+    query: Tensor  # (B * W, H, T, d), as are key and value
     key: Tensor
     value: Tensor
     mask: Tensor | None  # additive mask or relative position bias that broadcasts to (B * W, H, T, T)
-    scaling: float  # of the products of queries and keys
-    output_attentions: bool  # whether weights are asked for, which not every implementation gives
+    scaling: float  # factor of the products of queries and keys
+    output_attentions: bool  # whether to return weights, which not every implementation can
 
 
 def maskformer_swin(
@@ -41,7 +41,7 @@ def maskformer_swin(
 def swin_v2(
     attention: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, output_attentions: bool = False
 ) -> AttentionInputs:
-    """Swin V2: the cosine of queries and keys with a scale for each head, and biases made by an MLP."""
+    """Swin V2: cosine attention with a scale per head, and biases computed by an MLP."""
     query, key, value = _heads(attention, hidden_states)
     scale = attention.logit_scale.clamp(max=math.log(1.0 / 0.01)).exp()  # (H, 1, 1)
     table = attention.continuous_position_bias_mlp(attention.relative_coords_table)
@@ -60,8 +60,8 @@ def data2vec_vision(
     interpolate_pos_encoding: bool = False,
     resolution: tuple[int, int] | None = None,
 ) -> AttentionInputs:
-    """Data2Vec-Vision: biases of the block's own, shared by all blocks (1, H, T, T), both, or none. The resolution is
-    the images' height and width in pixels."""
+    """Data2Vec-Vision: biases per block, biases shared by all blocks (1, H, T, T), both, or none. `resolution` is the
+    images' height and width in pixels."""
     query, key, value = _heads(attention, hidden_states)
     mask = relative_position_bias
     if attention.has_relative_position_bias:
@@ -80,14 +80,14 @@ def _heads(attention: Any, hidden_states: Tensor) -> tuple[Tensor, ...]:
 
 
 def _by_position(attention: Any, table: Tensor) -> Tensor:
-    """A table of biases (positions, H) to (1, H, T, T)."""
+    """Expand a table of biases (positions, H) to (1, H, T, T)."""
     tokens = attention.window_size[0] * attention.window_size[1]
     bias = table[attention.relative_position_index.view(-1)].view(tokens, tokens, -1)
     return bias.permute(2, 0, 1).unsqueeze(0)
 
 
 def _with_window_mask(bias: Tensor, mask: Tensor | None, batch: int) -> Tensor:
-    """A bias (1, H, T, T) and the mask of an image's windows (W, T, T) to what broadcasts to (B * W, H, T, T)."""
+    """Add the mask of an image's windows (W, T, T) to a bias (1, H, T, T). Broadcasts to (B * W, H, T, T)."""
     if mask is None:
         return bias
     return bias + mask.repeat(batch // len(mask), 1, 1).unsqueeze(1)

@@ -12,13 +12,13 @@ from ..prompts import PromptBank
 
 
 class ShallowPrompts:
-    """Hooks that put the tokens of a shallow adapter in front of the first block's and take them off the last's.
+    """Hooks that prepend a shallow adapter's tokens to the first block's input and drop them from the last's output.
 
-    In front, because rotary positions belong to the last tokens. Other adapters' forward passes are left alone.
+    Prepended, because rotary positions apply to the last tokens. Forward passes of other adapters are unchanged.
 
     Args:
         first: The first block, whose first input is the image's tokens (B, T, D).
-        last: The last block, whose output is such tokens.
+        last: The last block, whose output has the same form.
         bank: The prompts.
     """
 
@@ -27,7 +27,7 @@ class ShallowPrompts:
         self._hooks = (first.register_forward_pre_hook(self._insert), last.register_forward_hook(self._drop))
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 

@@ -1,7 +1,7 @@
-"""Other ways to adjust a distribution, for ablations: the rows of the paper's Tab. 3 and the adding of its appendix.
+"""Other ways to adjust the distribution, for ablations: the rows of the paper's Tab. 3, and adding from its appendix.
 
-Each takes the `Relocator` and its scores, and yields the prompts to move with the policy's action. The relocator makes
-each move before it asks for the next one. `Relocator.most_idle` is that of Algo. 1. Legend: L blocks.
+Each function takes the `Relocator` and its scores, and yields the prompts to move, each with the policy's action. The
+relocator makes each move before it asks for the next one. Algo. 1 itself is `Relocator.most_idle`. Legend: L blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .ppo import PPO
 
 Moves = Iterator[tuple[int, Action]]
 
-# Added to the logits of what cannot be chosen. Finite, since the entropy multiplies it by a probability of 0.
+# Added to the logits of impossible choices. Finite, since the entropy multiplies it by a probability of 0.
 _IMPOSSIBLE = -1e9
 
 
@@ -32,7 +32,7 @@ def any_prompt(relocator: Any, idleness: Idleness) -> Moves:
 
 
 def prune_for_good(relocator: Any, idleness: Idleness) -> Moves:
-    """Take the most idle `prune_share` of the prompts out, once: strategies (A) and (B)."""
+    """Remove the most idle prompts, a share `prune_share`, once and for good: strategies (A) and (B)."""
     if any(relocation.block == 0 for relocation in relocator.history):
         return
     ranking = idleness.ranking()
@@ -41,14 +41,14 @@ def prune_for_good(relocator: Any, idleness: Idleness) -> Moves:
 
 
 def add_from_reserve(relocator: Any, idleness: Idleness) -> Moves:
-    """Give prompts that are in no block to blocks, the adding-based variant of the paper's appendix."""
+    """Add prompts from the reserve (prompts in no block) to blocks, as in the variant in the paper's appendix."""
     reserve = (relocator.blocks() == 0).nonzero()[:, 0].tolist()
     for prompt in reserve[: relocator.config.prompts_per_relocation]:
         yield prompt, relocator.choose_for(prompt)
 
 
 def pairs_of_blocks(relocator: Any, idleness: Idleness) -> Moves:
-    """Let the policy choose the block to take a prompt from as well, and take any prompt of it: strategy (C)."""
+    """Let the policy choose the source block as well, and move a random prompt of that block: strategy (C)."""
     moved: set[int] = set()
     for _ in range(relocator.config.prompts_per_relocation):
         action = relocator.choose_for(None)

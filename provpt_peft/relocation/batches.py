@@ -17,22 +17,21 @@ from .parallel import broadcast_objects, is_first_process
 def first_batches(loader: Iterable[Any], num_images: int) -> list[Any]:
     """The first images of a loader's first epoch, in its batches, on the CPU.
 
-    They come by the loader's own data set, workers and collator, so data are opened only where training opens them.
-    The order is that of a copy of the sampler, and the generators of Python, NumPy and PyTorch are seeded meanwhile
-    and put back, so the images are the same in each run, and training is what it is without this call. The exception
-    is a data set, collator or loader with a generator or a count of its own: what it draws here, it does not draw
-    again.
+    The loader's own data set, workers and collator read them, so data are opened only where training opens them. The
+    order comes from a copy of the sampler. The global generators of Python, NumPy and PyTorch are seeded during the
+    call and restored afterwards. So the images are the same in each run, and the call does not change training. There
+    is one exception: the call advances a data set, collator or loader that keeps its own generator or counter.
 
-    With several processes all have to call it. The first one reads, and sends the images to the others.
+    With several processes, all of them must call this. The first one reads the images and sends them to the others.
 
     Args:
-        loader: A `DataLoader`, as it is or as accelerate prepared it, or any other iterable of batches.
-        num_images: How many. The last batch is cut to it where a batch is a dict of tensors of equal length.
+        loader: A `DataLoader`, plain or prepared by accelerate, or any other iterable of batches.
+        num_images: Number of images. The last batch is cut to fit if it is a dict of tensors of equal length.
 
     Raises:
-        ValueError: If the loader is empty, or can be read only once.
+        ValueError: If the loader is empty or can be read only once, or if `num_images` is below 1.
     """
-    # What accelerate made its own loader of: that reads one batch ahead and keeps count of its epochs.
+    # The loader inside accelerate's own, which reads one batch ahead and counts its epochs.
     loader = getattr(loader, "base_dataloader", loader)
     source = loader.dataset if isinstance(loader, DataLoader) else loader
     if num_images < 1:
@@ -40,8 +39,8 @@ def first_batches(loader: Iterable[Any], num_images: int) -> list[Any]:
     if isinstance(source, Iterator):
         raise ValueError(
             f"The images that scores are measured on (`score_images={num_images}`) are read from the training data "
-            f"before training, but a {type(source).__name__} can be read only once. Give a data set that begins anew "
-            "at each `iter()`."
+            f"before training, but a {type(source).__name__} can be read only once. Give a data set that starts again "
+            "from the beginning at each `iter()`."
         )
     batches: list[Any] = []
     failure: Exception | None = None
@@ -50,7 +49,7 @@ def first_batches(loader: Iterable[Any], num_images: int) -> list[Any]:
             batches = _read(loader, num_images)
         except Exception as error:
             failure = error
-    # The others wait here, and are told of a failure too.
+    # The other processes wait here, and learn about a failure too.
     batches, told = broadcast_objects([batches, None if failure is None else f"{type(failure).__name__}: {failure}"])
     if failure is not None:
         raise failure
@@ -66,7 +65,7 @@ def _read(loader: Any, num_images: int) -> list[Any]:
     # Workers and collators do not draw from the generators of devices.
     with fixed_randomness(torch.device("cpu")):
         for batch in _again(loader):
-            # Copied out of the memory that workers share, of which there is little.
+            # Copied out of the workers' shared memory, which is scarce.
             batch = copy_of(send_to_device(batch, "cpu"))
             size = images_in(batch)
             batches.append(_cut(batch, num_images) if size > num_images else batch)
@@ -77,22 +76,23 @@ def _read(loader: Any, num_images: int) -> list[Any]:
 
 
 def _again(loader: Any) -> Iterable[Any]:
-    """A loader like another, with copies of its sampler and its generator, on the same data set."""
-    stateful = type(loader).__name__ == "StatefulDataLoader"  # torchdata's, with an iterator of its own
+    """A copy of a loader: the same data set, with copies of the sampler and the generator."""
+    stateful = type(loader).__name__ == "StatefulDataLoader"  # torchdata's, which has its own iterator
     if not isinstance(loader, DataLoader) or not (stateful or type(loader).__iter__ is DataLoader.__iter__):
         return loader
     dataset: Any = loader.dataset
     sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     settings: dict[str, Any] = {}
-    # What accelerate splits over processes batch by batch, and not each batch, gives the same batches unsplit.
+    # If accelerate gives each process whole batches (`split_batches` is off), the unsplit sampler has the same ones.
     if type(sampler).__name__ == "BatchSamplerShard" and not sampler.split_batches:
         sampler = sampler.batch_sampler
-    # Data are not copied with their sampler. It may have the loader's generator, and so may their copies.
+    # `shared` keeps the data from being copied with their sampler. A sampler that holds the loader's generator gets a
+    # copy that holds the generator's copy.
     held = (dataset, *(getattr(part, "data_source", None) for part in (sampler, getattr(sampler, "sampler", None))))
     shared = {id(data): data for data in held}
     generator = copy.deepcopy(loader.generator, shared) or torch.Generator().manual_seed(0)
     if isinstance(loader.dataset, torch.utils.data.IterableDataset):
-        # Of a stream that is split over processes by accelerate, the whole.
+        # If accelerate splits a stream over processes, read the whole stream.
         if type(dataset).__name__ == "IterableDatasetShard":
             dataset = dataset.dataset
         settings |= dict(batch_size=loader.batch_size, drop_last=loader.drop_last)
@@ -113,7 +113,7 @@ def _again(loader: Any) -> Iterable[Any]:
 
 
 def _cut(batch: Any, num_images: int) -> Any:
-    """The first images of a batch, where it is a dict of tensors of one length; otherwise the batch as it is."""
+    """The first images of a batch if it is a dict of tensors of equal length, otherwise the whole batch."""
     values = batch.values() if isinstance(batch, Mapping) else [None]
     lengths = {len(value) if isinstance(value, torch.Tensor) and value.dim() else None for value in values}
     if None in lengths or len(lengths) > 1:

@@ -1,4 +1,4 @@
-"""What a model and its optimizer have to be before prompts are relocated."""
+"""Checks on a model and its optimizer before prompts are relocated."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def tuner_of(model: nn.Module) -> ProVPTModel:
     if len(found) > 1:
         raise ValueError(
             f"Relocation moves the prompts of one PROVPT model, but the {type(model).__name__} has several: "
-            f"{', '.join(found)}. Use a custom training loop with a `Relocator` for each, made with that part and a "
-            "`compute_loss` that calls the whole model."
+            f"{', '.join(found)}. Use a custom training loop with a `Relocator` for each: pass it that part of the "
+            "model, and a `compute_loss` that calls the whole model."
         )
     (tuner,) = found.values()
     if tuner.bank.shallow.intersection(tuner.active_adapters):
         raise ValueError(
-            "Relocation needs prompts that can move, but those of VPT-Shallow stay at the first block. Make the "
+            "Relocation needs prompts that can move, but those of VPT-Shallow stay at the first block. Create the "
             "adapter with `shallow=False`."
         )
     for module in model.modules():
@@ -39,15 +39,15 @@ def check_trained(tuner: ProVPTModel, adapter_name: str, optimizer: torch.optim.
     prompts = tuner.prompts(adapter_name)
     if optimizer is not None and not hasattr(optimizer, "param_groups"):
         raise ValueError(
-            f"`optimizer` must be the one that steps the prompts, got a {type(optimizer).__name__}. Of several, give "
-            "that of the prompts."
+            f"`optimizer` must be the one that steps the prompts, got a {type(optimizer).__name__}. If there are "
+            "several optimizers, give the one that steps the prompts."
         )
     stepped = optimizer is None or any(p is prompts for group in optimizer.param_groups for p in group["params"])
     if not (prompts.requires_grad and stepped):
         where = "are not in the optimizer" if prompts.requires_grad else "are frozen"
         raise ValueError(
             f"Relocation needs prompts that are trained, but those of the adapter {adapter_name!r} {where}. "
-            "Load an adapter with `is_trainable=True`, and make the optimizer after it, of all parameters with "
+            "Load an adapter with `is_trainable=True`, and then create the optimizer from all parameters with "
             "`requires_grad`."
         )
 
@@ -56,6 +56,6 @@ def check_reserve(tuner: ProVPTModel, adapter_name: str, config: RelocationConfi
     distributed = (tuner.prompt_blocks(adapter_name) != 0).all()
     if config.adjust == "add" and distributed and not tuner.peft_config[adapter_name].reserve:
         raise ValueError(
-            '`adjust="add"` gives the prompts of a reserve to blocks, but the adapter has none. Make it with '
+            '`adjust="add"` adds prompts from a reserve to blocks, but the adapter has no reserve. Create it with '
             "`ProVPTConfig(num_prompts=…, reserve=…)`."
         )

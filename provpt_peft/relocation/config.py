@@ -13,12 +13,13 @@ from ..config import make_plain
 
 @dataclass
 class PPOConfig:
-    """Settings of PPO, the policy that gives pruned prompts to blocks. The others are constants of `ppo.py`.
+    """Settings of PPO, the policy that gives pruned prompts to blocks. Its other settings are constants in `ppo.py`.
 
     Args:
-        gamma: Discount of later rewards, in [0, 1]. The paper's is 1; at 0 each move is judged by its own reward.
-        worth_coef: Weight in the logits of what a prompt of each block earns on average now (standardised over
-            blocks), from 0 on. The paper's is 0; above it, the policy begins near the greedy one.
+        gamma: Discount of later rewards, in [0, 1]. The paper uses 1; at 0 each move is judged by its own reward.
+        worth_coef: Weight of each block's worth in the logits, at least 0. A block's worth is how much its prompts
+            lower the loss on average now, standardised over blocks. The paper uses 0; with larger values the policy
+            starts near the greedy one.
     """
 
     gamma: float = 0.0
@@ -26,37 +27,39 @@ class PPOConfig:
 
     def __post_init__(self) -> None:
         make_plain(self, PPOConfig)
-        _check_number("gamma", self.gamma, "a number from 0 to 1", lambda gamma: 0 <= gamma <= 1)
-        _check_number("worth_coef", self.worth_coef, "a number from 0 on", lambda weight: 0 <= weight < math.inf)
+        _check_number("gamma", self.gamma, "a number in [0, 1]", lambda gamma: 0 <= gamma <= 1)
+        _check_number(
+            "worth_coef", self.worth_coef, "a finite number of at least 0", lambda weight: 0 <= weight < math.inf
+        )
 
 
 @dataclass
 class RelocationConfig:
-    """When prompts move, which, and where to.
+    """When prompts move, which ones, and where to.
 
     `RelocationConfig.preset(name)` gives the strategies of the paper by name.
 
     Args:
-        idleness: The score I_k that finds the prompt to prune, in loss units, above 0 means idle. `"fisher"`
-            (default): to second order in the prompt's share in its block's output, with the squares of the images'
-            gradients for the curvature. `"taylor"`: Eq. 6 of the paper, which under LayerNorm is close to noise.
-            `"exact"`: Eq. 4 itself, N + 1 forward passes over the score batches. Or a function of a
-            [`Measurement`][provpt_peft.relocation.measure.Measurement] that returns an `Idleness`.
+        idleness: The score I_k that finds the prompt to prune, in loss units; above 0 means idle. `"fisher"`
+            (default): Eq. 4 to second order in the prompt's contribution to its block's output, with the images'
+            squared gradients as the curvature. `"taylor"`: Eq. 6 of the paper, which LayerNorm makes close to noise.
+            `"exact"`: Eq. 4 itself, with N + 1 forward passes over the score batches. Or a function that takes a
+            [`Measurement`][provpt_peft.relocation.measure.Measurement] and returns an `Idleness`.
         allocator: The policy: `"ppo"` (the paper's Alc2), `"thompson"` (Alc1), `"greedy"`, `"uniform"`. Or a function
-            or class that makes a [`Policy`][provpt_peft.relocation.policies.Policy] of the number of blocks and a
-            random generator.
+            or class that takes the number of blocks and a random generator, and makes a
+            [`Policy`][provpt_peft.relocation.policies.Policy].
         adjust: How the distribution is adjusted. `"relocate"` (default) is Algo. 1. The others are for ablations:
-            `"random"` prunes any prompt (the paper's Prn1), `"naive_rl"` lets PPO choose the block to take one from as
-            well, `"prune"` takes `prune_share` of the prompts out, once and for good, `"add"` gives prompts of the
-            bank's reserve to blocks.
-        prompts_per_relocation: Prompts that may move in a relocation, at least 1.
-        relocate_every: `"epoch"`, or a number of optimizer steps for large data sets. The callback heeds it; in a
-            custom loop, call `relocate` that often.
+            `"random"` prunes random prompts (the paper's Prn1), `"naive_rl"` lets PPO choose the source block as well,
+            `"prune"` removes `prune_share` of the prompts once and for good, `"add"` adds prompts from the adapter's
+            reserve.
+        prompts_per_relocation: Number of prompts that may move in one relocation, at least 1.
+        relocate_every: `"epoch"`, or a number of optimizer steps for large data sets. The callback follows it; in a
+            custom training loop, call `relocate` that often.
         warmup_epochs: Epochs, or periods of `relocate_every` steps, before the first move, at least 1.
         settle: The last part of training in which nothing moves, a share in [0, 1).
-        score_images: Images on which scores and losses are measured, at least 1. The callback takes them from the
-            training loader; in a custom loop, give `Relocator` as many.
-        prune_share: With `adjust="prune"`: the share of the prompts that is taken out, in (0, 1).
+        score_images: Number of images on which scores and losses are measured, at least 1. The callback takes them
+            from the training loader; in a custom training loop, pass that many to `Relocator`.
+        prune_share: With `adjust="prune"`: the share of the prompts that is removed, in (0, 1).
         ppo: Settings of PPO, as an object or a dict.
         seed: Seed of the relocator's own random generator. Dropout and shuffling draw from others.
 
@@ -81,20 +84,22 @@ class RelocationConfig:
         if isinstance(self.ppo, dict):
             self.ppo = PPOConfig(**self.ppo)
         if not isinstance(self.ppo, PPOConfig):
-            raise ValueError(f"`ppo` must be a PPOConfig or a dict of its settings, got {self.ppo!r}. Leave it out.")
-        _check_choice("idleness", self.idleness, IDLENESS, ", or a function of a Measurement")
-        _check_choice("allocator", self.allocator, ALLOCATORS, ", or a class of policies")
+            raise ValueError(
+                f"`ppo` must be a PPOConfig or a dict of its settings, got {self.ppo!r}. Omit it for the defaults."
+            )
+        _check_choice("idleness", self.idleness, IDLENESS, ", or a function that takes a Measurement")
+        _check_choice("allocator", self.allocator, ALLOCATORS, ", or a class or function that makes a Policy")
         _check_choice("adjust", self.adjust, ADJUSTMENTS)
         if self.relocate_every != "epoch":
             _check_count("relocate_every", self.relocate_every, "'epoch' or ")
         for name in ("prompts_per_relocation", "warmup_epochs", "score_images"):
             _check_count(name, getattr(self, name))
-        _check_number("settle", self.settle, "a number from 0 on and below 1", lambda share: 0 <= share < 1)
-        _check_number("prune_share", self.prune_share, "a number above 0 and below 1", lambda share: 0 < share < 1)
+        _check_number("settle", self.settle, "a number in [0, 1)", lambda share: 0 <= share < 1)
+        _check_number("prune_share", self.prune_share, "a number in (0, 1)", lambda share: 0 < share < 1)
         _check_number("seed", self.seed, "a whole number", lambda seed: True, Integral)
 
     def settings(self) -> dict[str, Any]:
-        """The settings as plain values, for records: objects that were handed in by the name of their class."""
+        """The settings as plain values, for records. Functions, classes and objects become names."""
         settings = {setting.name: getattr(self, setting.name) for setting in fields(self)}
         for name in ("idleness", "allocator"):
             if not isinstance(settings[name], str):
@@ -103,13 +108,13 @@ class RelocationConfig:
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> RelocationConfig:
-        """The settings of a strategy by name, as they are or with some changed.
+        """The settings of a named strategy, with changes if any are given.
 
         `"default"` is `RelocationConfig()`, `"paper"` is Algo. 1 as printed, the letters are the rows of the paper's
-        Tab. 3, and `"adding"` is the variant of its appendix. The letters score as the default does, since Eq. 6 is
-        close to noise. (A) and (B) differ in the budget that the model begins with; their `prune_share` is to be
-        chosen on validation data. `"adding"` needs a reserve of prompts: `ProVPTConfig(num_prompts=…, reserve=…)`.
-        A dict of some settings of `ppo` leaves the others as the preset has them.
+        Tab. 3, and `"adding"` is the variant in its appendix. The letters use the default score, since Eq. 6 is close
+        to noise. (A) and (B) differ in how many prompts the model starts with; choose their `prune_share` on
+        validation data. `"adding"` needs a reserve of prompts: `ProVPTConfig(num_prompts=…, reserve=…)`. A dict for
+        `ppo` changes only the settings that it names.
 
         Raises:
             ValueError: If there is no such preset, or a value is out of its range.
@@ -150,4 +155,4 @@ def _check_number(name: str, value: Any, rule: str, holds: Callable[[Any], bool]
 
 
 def _check_count(name: str, value: Any, instead: str = "") -> None:
-    _check_number(name, value, f"{instead}a whole number from 1 on", lambda count: count >= 1, Integral)
+    _check_number(name, value, f"{instead}a whole number of at least 1", lambda count: count >= 1, Integral)

@@ -1,4 +1,4 @@
-"""Idleness: how much better the loss would be without a prompt (paper, Eqs. 3 to 6).
+"""Idleness: how much lower the loss would be without a prompt (paper, Eqs. 3 to 6).
 
 Legend: N prompts, B images (or score batches).
 """
@@ -17,7 +17,7 @@ class Idleness:
     Args:
         score: I_k in loss units, float64 (N,): the loss with the prompt minus the loss without it, so above 0 means
             idle. NaN for a prompt that is in no block.
-        stderr: Its standard error over images, float64 (N,). NaN where there are fewer than two.
+        stderr: The score's standard error over images, float64 (N,). NaN for fewer than two images.
     """
 
     score: torch.Tensor
@@ -36,12 +36,12 @@ class Idleness:
 
 
 def to_second_order(derivatives: torch.Tensor) -> torch.Tensor:
-    """The change of each image's loss without a prompt, to second order: s - s²/2.
+    """Each image's loss minus its loss without a prompt, to second order: s - s²/2.
 
-    The loss without it is L - s + s²/2, with the squared gradient of the image's own loss instead of the second
+    The loss without the prompt is L - s + s²/2. The squared gradient of the image's own loss stands in for the second
     derivative, as in the empirical Fisher matrix.
 
     Args:
-        derivatives: s, the derivative of each image's loss by each prompt's gate, (B, N).
+        derivatives: s, the derivative of each image's loss with respect to each prompt's gate, (B, N).
     """
     return derivatives - derivatives.square() / 2

@@ -1,7 +1,7 @@
-"""The passes over the score batches that scores are made of, and the scores.
+"""The scores, and the passes over the score batches that they are computed from.
 
-A score is a function of a [`Measurement`] that returns an [`Idleness`]. Add one here, with its name in `SCORES` and in
-`IDLENESS` of the config, or hand it to `RelocationConfig(idleness=…)`.
+A score is a function that takes a [`Measurement`] and returns an [`Idleness`]. Add one here, with its name in `SCORES`
+and in the config's `IDLENESS`, or pass it to `RelocationConfig(idleness=…)`.
 
 Legend: N prompts, B images of all score batches.
 """
@@ -27,16 +27,16 @@ ComputeLoss = Callable[[nn.Module, Any], torch.Tensor]
 
 
 class Measurement:
-    """Measures the model as it stands on the score batches, in eval mode; the same numbers in all processes.
+    """Measures the current model on the score batches, in eval mode. All processes get the same numbers.
 
-    Parameters and their gradients are not touched, and random numbers of training are what they were. A loss that is
-    random, such as Mask2Former's on sampled points, is the same each time.
+    Parameters, their gradients and the random numbers of training stay the same. A random loss, such as Mask2Former's
+    on sampled points, has the same value each time.
 
     Attributes:
-        model, tuner, adapter_name: The model without a wrapper, the tuner in it, and the adapter that is measured.
+        model, tuner, adapter_name: The unwrapped model, its tuner, and the adapter that is measured.
         batches: The score batches.
         compute_loss: The mean loss of the model on a batch.
-        loss: The mean loss, once a pass has been made.
+        loss: The mean loss, None before the first pass.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Measurement:
         batches: Iterable[Any],
         compute_loss: ComputeLoss,
     ) -> None:
-        # Without a wrapper, which would wait for a backward pass, and not compiled for eval mode.
+        # Unwrapped: a wrapper would wait for a backward pass, and a compiled model would compile again for eval mode.
         self.model = extract_model_from_parallel(model, keep_torch_compile=False)
         self.tuner = tuner
         self.adapter_name = adapter_name
@@ -61,9 +61,9 @@ class Measurement:
         return self.tuner.prompt_blocks(self.adapter_name).cpu()
 
     def gate_gradients(self, on: Literal["output", "vector"] = "output") -> torch.Tensor:
-        """s: the derivative of each image's loss by each prompt's gate, float64 (B, N). One pass forward and backward.
+        """s: the derivative of each image's loss with respect to each prompt's gate, float64 (B, N).
 
-        NaN for prompts that are in no block. See `gates.py`.
+        One forward and one backward pass. NaN for prompts that are in no block. See `gates.py`.
         """
         bank, num_prompts = self.tuner.bank, len(self.blocks())
 
@@ -94,9 +94,9 @@ class Measurement:
         return broadcast(torch.tensor(losses, dtype=torch.float64, device="cpu"), self.device)
 
     def _over_batches(self, function: Callable[[Any], T]) -> list[T]:
-        """What a function makes of each batch, in eval mode. Augmented images are the same each time."""
+        """The results of a function on each batch, in eval mode. Random augmentation is the same each time."""
         with in_eval_mode(self.model), fixed_randomness(self.device):
-            # Copies: a loss may change its batch, which in training is another one each time.
+            # Copies: a loss may change its batch in place, and these batches are used again.
             found = [function(send_to_device(copy_of(batch), self.device)) for batch in self.batches]
         if not found:
             raise ValueError("Scores are measured on the score batches, but there are none. Give at least one batch.")
@@ -108,13 +108,13 @@ class Measurement:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"{loss!r:.80}"
             raise ValueError(
-                f"`compute_loss` must return the mean loss of a batch, a tensor with one number, got {got}. By "
-                "default it is `model(**batch).loss`, which is None where the batch has no labels."
+                f"`compute_loss` must return the mean loss of a batch, a tensor with one number, got {got}. The "
+                "default, `model(**batch).loss`, is None if the batch has no labels."
             )
         return loss
 
     def _take_loss(self, losses: Sequence[float], sizes: Sequence[int]) -> None:
-        """The mean over images."""
+        """Set `loss` to the mean over images."""
         total = sum(loss * size for loss, size in zip(losses, sizes, strict=True))
         mean = torch.tensor(total / sum(sizes), dtype=torch.float64, device="cpu")
         self.loss = broadcast(mean, self.device).item()
@@ -124,7 +124,7 @@ Score = Callable[[Measurement], Idleness]
 
 
 def fisher(measurement: Measurement) -> Idleness:
-    """To second order in the prompt's share in its block's output."""
+    """Eq. 4 to second order in the prompt's contribution to its block's output."""
     return Idleness.mean_of(to_second_order(measurement.gate_gradients()))
 
 
@@ -134,7 +134,7 @@ def taylor(measurement: Measurement) -> Idleness:
 
 
 def exact(measurement: Measurement) -> Idleness:
-    """Eq. 4 itself: the loss minus the loss without each prompt. N + 1 forward passes; errors are over batches."""
+    """Eq. 4 itself: the loss minus the loss without each prompt. N + 1 forward passes; errors over batches."""
     tuner, name, blocks = measurement.tuner, measurement.adapter_name, measurement.blocks()
     with_all, mean_loss = measurement.losses(), measurement.loss
     scores = torch.full((len(with_all), len(blocks)), torch.nan, dtype=torch.float64, device="cpu")
@@ -144,7 +144,7 @@ def exact(measurement: Measurement) -> Idleness:
             scores[:, prompt] = with_all - measurement.losses()
         finally:
             tuner.move_prompt(prompt, int(blocks[prompt]), name)
-    measurement.loss = mean_loss  # that of the model as it stands
+    measurement.loss = mean_loss  # of the model with all prompts
     return Idleness.mean_of(scores)
 
 

@@ -1,6 +1,6 @@
-"""Models that are spread over several devices: what relocation refuses, how processes agree, sharded tensors.
+"""Models on several devices: which wrappers relocation refuses, how processes agree, sharded tensors.
 
-FSDP 2 is known by its methods: PyTorch before 2.6, or without distributed, has no class to compare with.
+FSDP 2 is recognised by its methods: PyTorch before 2.6, or without distributed, has no class to compare with.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ import torch
 from torch import nn
 
 
-# Wrappers that relocation cannot work through: what they do, and what to do instead. By name, since not all of them
-# are installed.
+# Wrappers that relocation does not work with: why not, and what to use instead. By name, since not all of them are
+# installed.
 _REFUSED_WRAPPERS = {
-    # Scores are the gradient of a plain tensor, of which each replica has its own.
-    "DataParallel": "loses the scores of its replicas (the Trainer takes it where one process has several devices). "
-    "Start a process for each device with `accelerate launch`, or set CUDA_VISIBLE_DEVICES to one device.",
+    # Scores are the gradient of a plain tensor, and each replica has a copy of it.
+    "DataParallel": "loses the scores of its replicas (the Trainer uses it if one process has several devices). "
+    "Start one process per device with `accelerate launch`, or set CUDA_VISIBLE_DEVICES to one device.",
     "FullyShardedDataParallel": "flattens the prompts into one vector with other weights. Use FSDP version 2 "
     "(`fully_shard`).",
-    "DeepSpeedEngine": "steps on copies of the weights that a move cannot write to. Use `DistributedDataParallel` or "
+    "DeepSpeedEngine": "updates copies of the weights, which a move cannot write to. Use `DistributedDataParallel` or "
     "FSDP version 2 (`fully_shard`).",
 }
 
 
 def refuse_wrapper(name: str) -> None:
-    """Raise a ValueError if a module's class is a parallel wrapper that relocation cannot work through."""
+    """Raise a ValueError if a module's class is a parallel wrapper that relocation does not work with."""
     if name in _REFUSED_WRAPPERS:
         raise ValueError(
-            f"Relocation needs all scores and the prompts that the optimizer steps on, but got `{name}`, which "
+            f"Relocation needs all scores and the prompts that the optimizer updates, but got `{name}`, which "
             f"{_REFUSED_WRAPPERS[name]}"
         )
 
@@ -39,13 +39,15 @@ def _processes() -> int:
 
 
 def is_first_process() -> bool:
-    """Whether this process is the first of those that train together, or the only one."""
+    """Whether this is the first of the training processes, or the only one."""
     return _processes() == 1 or torch.distributed.get_rank() == 0
 
 
 def broadcast(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The first process's values on the CPU, exchanged on a device: all processes have them but for rounding, and
-    decisions must not differ."""
+    """Give all processes the first process's values, on the CPU. They are exchanged on `device`.
+
+    Each process has computed them too, but rounding may differ, and decisions must not.
+    """
     if _processes() == 1:
         return values
     on_device = values.to(device)
@@ -63,26 +65,29 @@ def broadcast_objects(objects: list[Any]) -> list[Any]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let the modules of a sharded model hold their shards. A forward without a backward, such as an evaluation,
-    leaves some with a gathered copy: what is written there is lost, and the optimizer does not know it."""
+    """Make the modules of a sharded model hold their shards again.
+
+    A forward pass without a backward pass, such as an evaluation, leaves some modules with a gathered copy. Writes to
+    that copy would be lost, and the optimizer does not know it.
+    """
     for module in model.modules():
         if hasattr(type(module), "reshard"):
             module.reshard()  # type: ignore[operator]
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether processes hold a part of the tensor each."""
+    """Whether each process holds only a part of the tensor."""
     return hasattr(tensor, "full_tensor")
 
 
 def full_tensor(tensor: Any) -> torch.Tensor:
-    """The tensor, gathered if it is sharded. All processes have to call this."""
+    """The tensor, gathered if it is sharded. All processes must call this."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def write_row(tensor: Any, row: int, values: torch.Tensor) -> None:
     """`tensor[row] = values`. A sharded tensor cannot be indexed, so it is gathered and each process keeps its shard.
-    All processes have to call this."""
+    All processes must call this."""
     gathered = full_tensor(tensor)
     gathered[row] = values
     if gathered is not tensor:

@@ -1,4 +1,4 @@
-"""What a moved prompt starts from at its new block: vector and optimizer moments."""
+"""What a moved prompt starts from in its new block: vector and optimizer moments."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ..model import ProVPTModel
 from .parallel import full_tensor, is_sharded, reshard, write_row
 
 
-# Optimizer states that are running averages of gradients, and those of their squares or sizes. Others (iterates, step
-# sizes, quantised codes) mean something else by 0 or by a mean.
+# Optimizer states that are running averages of gradients, and of their squares or magnitudes. In other states
+# (iterates, step sizes, quantised codes) a 0 or a mean has another meaning.
 _FIRST_MOMENTS = frozenset(("exp_avg", "momentum_buffer", "grad_avg"))
 _SECOND_MOMENTS = frozenset(("exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "sum"))
 
@@ -27,22 +27,23 @@ def place(
     newcomers: Iterable[int] = (),
     generator: torch.Generator | None = None,
 ) -> None:
-    """Move a prompt, and let it start from the mean of the prompts that are in its new block.
+    """Move a prompt to another block, where it starts from the mean of the prompts there.
 
-    The mean changes the loss less than the median prompt's removal does, and learns at its neighbours' rate. The
-    reference code scales the vector by 1e-3 instead, which LayerNorm undoes. Where fewer than two prompts are, or
-    another has just come, the prompt keeps its vector, since copies would stay alike; one from the reserve, which
-    weight decay has shrunk meanwhile, is drawn anew. The optimizer's moments for the
-    row belong to the old place: first moments become 0, second ones the mean of those in the block, or of all prompts
-    in blocks where there are none. Were they 0 as well, Adam would step up to 6.5 times too far, since its bias
-    correction counts the steps of all rows alike.
+    The mean changes the loss less than removing the median prompt does, and learns at its neighbours' rate. The
+    reference code scales the vector by 1e-3 instead, which LayerNorm undoes. If the block has fewer than two prompts,
+    or another prompt has just come there, the prompt keeps its vector, since copies would stay alike. A prompt from
+    the reserve gets a new random vector in these cases, since weight decay has shrunk the old one.
+
+    The optimizer's moments of the row belong to the old block. First moments become 0. Second moments become the mean
+    of those in the new block, or of all prompts in blocks if the new block is empty. If they were 0 as well, Adam
+    would step up to 6.5 times too far, since its bias correction has one step count for all rows.
 
     Args:
         tuner, adapter_name: The tuner, and the adapter.
-        prompt, block: k* and a*, another block than the prompt's. In block 0 it stays as it is.
+        prompt, block: k* and a*, a block other than the prompt's. In block 0 the prompt stays as it is.
         optimizer: The prompts' optimizer, if there is one.
         newcomers: Prompts that have moved since the last training step.
-        generator: Random generator on the CPU, for prompts that are drawn anew.
+        generator: Random generator on the CPU, for new random vectors.
     """
     reshard(tuner)
     prompts = tuner.prompts(adapter_name)
@@ -59,7 +60,7 @@ def place(
         drawn = torch.empty(prompts.shape[1]).uniform_(-bound, bound, generator=generator)
         write_row(prompts, prompt, drawn.to(prompts))
     for name, moment in (optimizer.state.get(prompts, {}) if optimizer is not None else {}).items():
-        # Quantised ones are tensors of other classes, which cannot be indexed.
+        # Quantised moments are tensors of other classes, which cannot be indexed.
         if not (type(moment) is torch.Tensor or is_sharded(moment)) or moment.shape != prompts.shape:
             continue
         if name in _FIRST_MOMENTS:

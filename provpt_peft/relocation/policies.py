@@ -1,7 +1,7 @@
 """Policies that give a pruned prompt to a block (paper, Sec. 3.3 and Tab. 3).
 
-This module takes tensors and a generator and knows nothing of models. Add a policy here, with its name in
-`make_policy` and in `ALLOCATORS` of the config, or hand its class to `RelocationConfig(allocator=…)`.
+This module takes tensors and a generator and knows nothing about models. Add a policy here, with its name in
+`make_policy` and in the config's `ALLOCATORS`, or pass its class to `RelocationConfig(allocator=…)`.
 
 Legend: L blocks, N prompts.
 """
@@ -25,7 +25,7 @@ class PolicyState:
     scores: torch.Tensor  # I_k in loss units, (N,), NaN where there is none
     blocks: torch.Tensor  # d_k before pruning, int64 (N,), 1 … L or 0
     num_blocks: int  # L
-    prompt: int | None = None  # k*, the prompt to move; None if the policy chooses a block to take one from
+    prompt: int | None = None  # k*, the prompt to move; None if the policy chooses the source block
 
     def sums(self) -> torch.Tensor:
         """Idleness of each block, the sum over its prompts, standardised over blocks: float64 (L,)."""
@@ -33,15 +33,15 @@ class PolicyState:
         return standardised(sums.index_add_(0, self.blocks, self.scores.double().nan_to_num())[1:])
 
     def counts(self) -> torch.Tensor:
-        """D^-: prompts of each block without k*, float64 (L,)."""
+        """D^-: the number of prompts in each block without k*, float64 (L,)."""
         counts = torch.bincount(self.blocks, minlength=self.num_blocks + 1).double()
         if self.prompt is not None:
             counts[self.blocks[self.prompt]] -= 1
         return counts[1:]
 
     def worth(self, with_prompt: bool = False) -> torch.Tensor:
-        """What a prompt of each block earns on average now, with or without k*: the mean of -I_k, float64 (L,) in loss
-        units. NaN for a block that has no prompt with a score."""
+        """How much the prompts of each block lower the loss on average now, with or without k*: the mean of -I_k,
+        float64 (L,), in loss units. NaN for a block that has no prompt with a score."""
         known = self.scores.isfinite()
         if self.prompt is not None and not with_prompt:
             known = known & (torch.arange(len(self.scores)) != self.prompt)
@@ -50,8 +50,8 @@ class PolicyState:
         return (sums / torch.bincount(self.blocks[known], minlength=self.num_blocks + 1))[1:]
 
     def features(self) -> torch.Tensor:
-        """The state s of Sec. 3.3: idleness of each block, D^- divided by its sum, one-hot of k*'s block. Its scale
-        does not depend on loss and budget. float32 (3L,), or (2L,) without a prompt."""
+        """The state s of Sec. 3.3: idleness of each block, D^- divided by its sum, k*'s block as one-hot. Its scale
+        does not depend on the loss or the number of prompts. float32 (3L,), or (2L,) without a prompt."""
         counts = self.counts()
         parts = [self.sums(), counts / counts.sum().clamp(min=1)]
         if self.prompt is not None:
@@ -66,13 +66,13 @@ class Action:
     """A block chosen by a policy."""
 
     block: int  # a, 1 … L
-    # What the policy needs when the reward comes; tensors and plain Python values.
+    # What the policy needs to learn from the reward; tensors and plain Python values.
     memory: dict[str, Any] = field(default_factory=dict)
 
 
 class Policy:
-    """Chooses a block, and learns from the reward. The base class learns nothing. All that is random, weights and
-    actions, comes from the generator."""
+    """Chooses a block and learns from the reward. The base class learns nothing. All random numbers, for weights and
+    actions, come from the generator."""
 
     def __init__(self, num_blocks: int, generator: torch.Generator) -> None:
         self.num_blocks = num_blocks
@@ -83,7 +83,7 @@ class Policy:
         raise NotImplementedError
 
     def learn(self, action: Action, reward: float) -> dict[str, float]:
-        """Take the reward of an action in, in loss units. Returns diagnostics to log, if there are any."""
+        """Learn from the reward of an action, in loss units. Returns diagnostics to log, if there are any."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -102,16 +102,18 @@ class Uniform(Policy):
 
 
 class LastWorth:
-    """What a prompt of each block earns, where there is none now what it earned when there last was one. So a block
-    that has disappointed and was emptied does not count as unknown again, until as many choices as there are blocks
-    have passed: what a block needs changes while the model learns."""
+    """The worth of each block (`PolicyState.worth`), or its last known worth if it is empty now.
+
+    So a block that did badly and was emptied does not count as unknown at once. It does so after L choices, since what
+    a block needs changes while the model learns.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.values = torch.full((num_blocks,), torch.inf, dtype=torch.float64)  # in loss units
-        self.ages = torch.zeros(num_blocks, dtype=torch.int64)  # choices since then
+        self.ages = torch.zeros(num_blocks, dtype=torch.int64)  # choices since the value was known
 
     def of(self, state: PolicyState) -> torch.Tensor:
-        """The worth of each block without k*, float64 (L,). Infinite for one of which nothing is known."""
+        """The worth of each block without k*, float64 (L,). Infinite for a block about which nothing is known."""
         now, with_prompt = state.worth(), state.worth(with_prompt=True)
         seen = with_prompt.isfinite()
         self.values = torch.where(seen, with_prompt, self.values)
@@ -127,7 +129,7 @@ class LastWorth:
 
 
 class Greedy(Uniform):
-    """The block whose prompts are worth most on average, or one that never had any; any block if none has a score."""
+    """The block worth most, where a block of unknown worth comes first. A random block if all are unknown."""
 
     def __init__(self, num_blocks: int, generator: torch.Generator) -> None:
         super().__init__(num_blocks, generator)
@@ -160,7 +162,7 @@ class Thompson(Policy):
         return Action(samples.index(max(samples)) + 1)
 
     def _gamma(self, shape: int) -> float:
-        """Gamma of integer shape, the sum of so many exponentials. X / (X + Y) of two of them is a Beta."""
+        """A Gamma sample of integer shape: the sum of that many exponentials. X / (X + Y) of two samples is Beta."""
         uniform = torch.rand(shape, generator=self.generator, dtype=torch.float64)
         return -(1 - uniform).log().sum().item()
 
@@ -176,7 +178,7 @@ class Thompson(Policy):
 
 
 class PPOPolicy(Policy):
-    """A policy whose actions are those of PPO, which learns their rewards."""
+    """A policy that acts and learns with PPO."""
 
     ppo: PPO
 
@@ -193,8 +195,8 @@ class PPOPolicy(Policy):
 class PPOAllocation(PPOPolicy):
     """PPO over the L blocks, the paper's Alc2.
 
-    The actor's logits are added to `worth_coef` times the standardised worth of each block, so the policy can begin
-    near the greedy one and learn where that is wrong. 0 is the paper's.
+    `worth_coef` times the standardised worth of each block is added to the actor's logits. So the policy can start
+    near the greedy one and learn where that is wrong. The paper's value is 0.
     """
 
     def __init__(self, num_blocks: int, generator: torch.Generator, config: PPOConfig) -> None:
@@ -224,7 +226,7 @@ MakePolicy = Callable[[int, torch.Generator], Policy]
 
 
 def make_policy(allocator: str | MakePolicy, num_blocks: int, config: PPOConfig, generator: torch.Generator) -> Policy:
-    """The policy of a name, or of a class of the user's own, for L blocks."""
+    """The policy for L blocks, from its name or from the user's own class."""
     simple: dict[str, MakePolicy] = {"thompson": Thompson, "greedy": Greedy, "uniform": Uniform}
     if allocator == "ppo":
         return PPOAllocation(num_blocks, generator, config)

@@ -1,8 +1,8 @@
 """Proximal policy optimisation (paper, Sec. 3.3 and appendix).
 
-This module takes tensors and knows nothing of models.
+This module takes tensors and knows nothing about models.
 
-Legend: S numbers of a state, A actions, M transitions of an update.
+Legend: S numbers per state, A actions, M transitions per update.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 
-# The paper's appendix gives the first three, CleanRL's names and usual values the others.
+# The first three are from the paper's appendix. The others have CleanRL's names and usual values.
 ACTOR_LEARNING_RATE = 3e-4
 CRITIC_LEARNING_RATE = 1e-3
 CLIP_COEF = 0.2
@@ -27,8 +27,10 @@ HIDDEN_UNITS = 64
 def advantages_and_returns(
     rewards: torch.Tensor, values: torch.Tensor, gamma: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advantages (M,) over the transitions of an update, returns minus values, and the returns (M,), which the critic
-    learns, of rewards r_t (M,) and values V(s_t) (M,). What comes after the last transition counts as 0."""
+    """Advantages (M,) and returns (M,) of an update's transitions, from rewards r_t (M,) and values V(s_t) (M,).
+
+    Advantages are returns minus values. The critic learns the returns. Rewards after the last transition count as 0.
+    """
     returns = torch.zeros_like(rewards)
     following = torch.zeros(())
     for t in reversed(range(len(rewards))):
@@ -46,10 +48,10 @@ def clipped_policy_loss(
 
 
 class PPO:
-    """Actor and critic, two hidden layers of 64 each, and their update.
+    """Actor and critic, each with two hidden layers of 64 units, and their update.
 
     Args:
-        num_inputs: S, numbers of a state.
+        num_inputs: S, the size of a state.
         num_actions: A.
         gamma: Discount of later rewards.
         generator: Random generator for the weights and the actions.
@@ -66,12 +68,12 @@ class PPO:
                 {"params": self.critic.parameters(), "lr": CRITIC_LEARNING_RATE},
             ]
         )
-        self.reward_squares = 0.0  # their sum
+        self.reward_squares = 0.0  # the sum of squared rewards
         self.reward_count = 0
         self.transitions: list[dict[str, Any]] = []
 
     def log_probs(self, states: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Log probabilities of the actions. States (…, S) and offsets of the logits (…, A) to (…, A)."""
+        """Log probabilities of the actions (…, A), from states (…, S) and offsets of the logits (…, A)."""
         return (self.actor(states) + offsets).log_softmax(dim=-1)
 
     @torch.no_grad()
@@ -79,7 +81,7 @@ class PPO:
         """Draw an action, 0 … A-1, in a state (S,). The offset (A,) is added to the actor's logits.
 
         Returns:
-            The action, and what `learn` needs to know of it.
+            The action, and what `learn` needs to know about it.
         """
         log_probs = self.log_probs(state, offset)
         action = int(torch.multinomial(log_probs.exp(), 1, generator=self.generator))
@@ -93,10 +95,10 @@ class PPO:
         return action, memory
 
     def learn(self, memory: dict[str, Any], reward: float) -> dict[str, float]:
-        """Take the reward of an action in; update when `TRANSITIONS_PER_UPDATE` of them have come.
+        """Collect the reward of an action, and update once there are `TRANSITIONS_PER_UPDATE` of them.
 
         Returns:
-            The diagnostics of the update, means over its last pass; empty if there was none.
+            The diagnostics of the update, as means over its last pass. Empty if there was no update.
         """
         self.transitions.append({**memory, "reward": self._scaled(reward)})
         if len(self.transitions) < TRANSITIONS_PER_UPDATE:
@@ -106,7 +108,7 @@ class PPO:
         return metrics
 
     def _scaled(self, reward: float) -> float:
-        """The reward over the running root mean square of rewards, which keeps their signs and relative sizes."""
+        """The reward divided by the running root mean square of rewards. Signs and relative sizes stay."""
         self.reward_squares += reward**2
         self.reward_count += 1
         root = (self.reward_squares / self.reward_count) ** 0.5

@@ -38,19 +38,20 @@ class Relocator:
     With the Hugging Face Trainer use [`~provpt_peft.RelocationTrainerCallback`], which calls this class.
 
     Args:
-        model: A model with a PROVPT adapter, or a wrapper of it. The prompts of the adapter that is active now move.
-        config: When, which and where to.
-        optimizer: The optimizer of the prompts. Given, the moments of a prompt that moves become those of a prompt
-            that is new in its block, where they are those of PyTorch's own optimizers.
-        score_batches: Batches to measure scores and losses on, in eval mode before each relocation: some of the
-            training images, see [`first_batches`][provpt_peft.relocation.batches.first_batches], or held-out ones. A
-            list or a loader, since they are iterated over each time.
-        compute_loss: The mean loss of the model on a score batch; by default `model(**batch).loss`.
+        model: A model with a PROVPT adapter, or a wrapper of one. The prompts of the currently active adapter move.
+        config: When prompts move, which ones, and where to.
+        optimizer: The optimizer of the prompts. If given, the moments of a moved prompt are replaced to suit its new
+            block (see `placement.py`). This works for the state of PyTorch's own optimizers.
+        score_batches: A list or a loader of batches, iterated over before each relocation to measure scores and losses
+            in eval mode. Give some of the training images, see
+            [`first_batches`][provpt_peft.relocation.batches.first_batches], or held-out ones.
+        compute_loss: Function of the model and a score batch that returns the mean loss; by default
+            `model(**batch).loss`.
 
     Raises:
-        ValueError: If the model has no PROVPT adapter, if its prompts are not trained, or if it is wrapped for several
-            devices in a way that hides its prompts or scores. DistributedDataParallel and FSDP version 2 are
-            supported. If there are no score batches, or if they can be read only once.
+        ValueError: If the model has no PROVPT adapter, if its prompts are not trained, if there are no score batches
+            or they can be read only once, or if the model has a wrapper for several devices that hides prompts or
+            scores. DistributedDataParallel and FSDP version 2 are supported.
 
     Example:
         ```python
@@ -77,7 +78,7 @@ class Relocator:
         self.tuner = tuner_of(model)
         self.adapter_name = self.tuner.active_adapters[0]
         if score_batches is None or isinstance(score_batches, (Iterator, Mapping, torch.Tensor)):
-            what = "which can be read once" if isinstance(score_batches, Iterator) else "as of one batch"
+            what = "which can be read only once" if isinstance(score_batches, Iterator) else "which is a single batch"
             raise ValueError(
                 "Scores are measured on `score_batches`, which must be a list of batches or a loader, got "
                 f"{'none' if score_batches is None else f'a {type(score_batches).__name__}, {what}'}. "
@@ -90,34 +91,35 @@ class Relocator:
         self.score_batches = score_batches
         self.compute_loss: ComputeLoss = compute_loss or (lambda model, batch: model(**batch).loss)
         self.metrics: dict[str, float] = {}
-        # An adapter that was relocated before goes on with its record, since its distribution goes on; but epochs and
+        # An adapter that was relocated before continues its record, as it continues its distribution. But epochs and
         # steps are not counted together.
         earlier = self.run()
         if earlier.settings.get("relocate_every", self.config.relocate_every) != self.config.relocate_every:
             earlier = Run(earlier.distribution)
         self.history: list[Relocation] = earlier.history
-        self.epoch = earlier.epochs  # those (or periods) that have begun
-        self.first_epoch = self.epoch  # that of this relocator
+        self.epoch = earlier.epochs  # epochs (or periods) that have begun
+        self.first_epoch = self.epoch  # where this relocator starts
         self.generator = torch.Generator().manual_seed(self.config.seed)
         ppo, naive = self.config.ppo, self.config.adjust == "naive_rl"
         allocator = partial(NaiveRL, config=ppo) if naive else self.config.allocator
-        with torch.device("cpu"):  # whatever the default is
+        with torch.device("cpu"):  # whatever the default device is
             self.policy = make_policy(allocator, self.tuner.num_blocks, ppo, self.generator)
         self._tried = False
         # Moves whose reward is not known yet.
         self._pending: list[tuple[Relocation, Action]] = []
-        # Within a relocation: the scores, without those of prompts that have gone to another block.
+        # Within a relocation: the scores, NaN for prompts that have moved to another block.
         self._scores = torch.empty(0)
 
     def relocate(self, progress: float = 0.0) -> list[Relocation]:
-        """Reward the last moves, prune the most idle prompts and allocate them. Call it before each epoch; before the
-        first `warmup_epochs` epochs nothing moves.
+        """Reward the last moves, prune the most idle prompts and allocate them.
+
+        Call it before each epoch, including the first. The first `warmup_epochs` calls move nothing.
 
         Args:
-            progress: The share of training that is done, 0 … 1. Only `settle` looks at it.
+            progress: The share of training that is done, 0 … 1. Only `settle` uses it.
 
         Returns:
-            The records of the moves made, empty where nothing moved. `history` keeps them all.
+            The records of the moves, empty if nothing moved. `history` keeps all of them.
         """
         self.try_out()
         move = self.epoch - self.first_epoch >= self.config.warmup_epochs and progress < 1.0 - self.config.settle
@@ -127,13 +129,13 @@ class Relocator:
         return moves
 
     def finish(self) -> None:
-        """Learn the reward of the last moves, without a further one. Call it after training."""
+        """Learn the reward of the last moves, without moving anything. Call it after training."""
         self._turn(move=False)
         self._remember()
 
     def try_out(self) -> None:
-        """Measure one score batch, once, so that what cannot work fails before the first training step. `relocate`
-        does it too."""
+        """Measure one score batch, once, so that errors show up before the first training step. `relocate` does
+        this too."""
         if not self._tried:
             with fixed_randomness(self.tuner.prompts(self.adapter_name).device):
                 first = list(islice(self.score_batches, 1))
@@ -141,7 +143,7 @@ class Relocator:
             self._tried = True
 
     def measure(self, batches: Iterable[Any] | None = None) -> tuple[Idleness, float]:
-        """Scores and mean loss of the model as it stands, the same in all processes.
+        """Scores and mean loss of the current model, the same in all processes.
 
         Args:
             batches: What to measure on, by default the score batches.
@@ -153,7 +155,8 @@ class Relocator:
         if enabled != self.adapter_name:
             raise ValueError(
                 f"Scores are those of the enabled adapter, which must be {self.adapter_name!r}, got {enabled!r}. "
-                f"Activate it before: model.set_adapter({self.adapter_name!r}). If it was deleted, make a new one."
+                f"Activate it first: model.set_adapter({self.adapter_name!r}). If it was deleted, make a "
+                "new `Relocator` for another."
             )
         batches = self.score_batches if batches is None else batches
         measurement = Measurement(self.model, self.tuner, self.adapter_name, batches, self.compute_loss)
@@ -165,7 +168,7 @@ class Relocator:
         return idleness, measurement.loss
 
     def run(self) -> Run:
-        """What is known of the run so far, for pictures and the model card."""
+        """The record of the run so far, for pictures and the model card."""
         training = self.tuner.peft_config[self.adapter_name].training
         return run_of(training, self.tuner.prompt_distribution(self.adapter_name))
 
@@ -205,7 +208,7 @@ class Relocator:
             self.metrics["reward"] = sum(rewards) / len(rewards)
 
     def _adjust(self, idleness: Idleness, loss: float) -> list[Relocation]:
-        """Move prompts, and leave a record of each."""
+        """Move prompts, and record each move."""
         adjust = Relocator.most_idle if self.config.adjust == "relocate" else ADJUSTMENTS[self.config.adjust]
         blocks = self.blocks()
         means = [_known(idleness.score[blocks == block].mean()) for block in range(1, self.tuner.num_blocks + 1)]
@@ -225,9 +228,9 @@ class Relocator:
             )
             if action.block != relocation.from_block:
                 place(self.tuner, self.adapter_name, prompt, action.block, self.optimizer, newcomers, self.generator)
-                self._scores[prompt] = math.nan  # of another block
+                self._scores[prompt] = math.nan  # the score was for the old block
                 newcomers.add(prompt)
-            # A prompt that was taken out for good has no action to reward.
+            # A prompt that was removed for good has no action to reward.
             if action.block:
                 self._pending.append((relocation, action))
             moves.append(relocation)
@@ -247,10 +250,10 @@ class Relocator:
             yield prompt, self.choose_for(prompt)
 
     def choose_for(self, prompt: int | None) -> Action:
-        """The policy's action for a prompt, as the distribution is now, that of the first process. None: it has to
-        choose one as well."""
+        """The policy's action for a prompt, given the current distribution; all processes use that of the first. With
+        None the policy also chooses the source block."""
         action = self.policy.choose(PolicyState(self._scores, self.blocks(), self.tuner.num_blocks, prompt))
-        # Networks on processors of another kind round otherwise.
+        # Networks round differently on another kind of processor.
         return broadcast_objects([action])[0]
 
     def blocks(self) -> torch.Tensor:
@@ -258,17 +261,17 @@ class Relocator:
         return self.tuner.prompt_blocks(self.adapter_name).cpu()
 
     def _remember(self) -> None:
-        """Leave a record of the training in the adapter's config, which is saved with it."""
+        """Record the training in the adapter's config, which is saved with the adapter."""
         config = self.tuner.peft_config[self.adapter_name]
         config.training = (config.training or {}) | {
             "relocation": self.config.settings(),
             "epochs": self.epoch,
-            # The records' own dicts, which a reward may still come to: copies of all would take longer each time.
+            # The records' own dicts, since rewards are added later. Copying them all would take longer each time.
             "history": [vars(relocation) for relocation in self.history],
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs, JSON-able: policy, pending moves, history, generator."""
+        """All that a resumed run needs, as JSON values: policy, pending moves, history, generator."""
         pending = [(self.history.index(relocation), asdict(action)) for relocation, action in self._pending]
         tensors = {"pending": pending, "policy": self.policy.state_dict(), "generator": self.generator.get_state()}
         return {
@@ -282,7 +285,7 @@ class Relocator:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` gave; `ValueError` if the adapter had another number of prompts or blocks."""
+        """Restore what `state_dict` gave; `ValueError` if the numbers of prompts or blocks or the policy differ."""
         saved = state["num_prompts"], state["num_blocks"]
         present = len(self.blocks()), self.tuner.num_blocks
         if saved != present:
@@ -293,7 +296,7 @@ class Relocator:
             )
         if state["policy"] != type(self.policy).__name__:
             raise ValueError(
-                f"The relocator's state must be of its own policy, {type(self.policy).__name__}, got that of a "
+                f"The relocator's state must be for the same policy, {type(self.policy).__name__}, got one for "
                 f"{state['policy']}. Resume with the settings that the run began with."
             )
         self.epoch, self.first_epoch = state["epoch"], state["first_epoch"]

@@ -16,5 +16,5 @@ def to_json(state: dict[str, Any]) -> str:
 
 
 def from_json(encoded: str) -> dict[str, Any]:
-    """The state that `to_json` was given. It runs no code that the text might bring."""
+    """The state that `to_json` was given. Code in the text is never run."""
     return torch.load(io.BytesIO(base64.b64decode(encoded)), weights_only=True)

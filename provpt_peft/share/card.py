@@ -23,11 +23,11 @@ from .hub import is_hub_id
 
 logger = logging.getLogger(__name__)
 
-# What stands between these lines is written anew at each save; the rest of the card is the user's.
+# The text between these lines is rewritten at each save. The rest of the card is the user's.
 _START = "<!-- provpt_peft: start, written anew at each save -->"
 _END = "<!-- provpt_peft: end -->"
 
-# PEFT's heading of the releases that an adapter was made with.
+# PEFT's heading for the library versions that an adapter was made with.
 _VERSIONS = "### Framework versions"
 
 _PICTURE = "distribution.png"
@@ -43,7 +43,7 @@ logits = model(**image_processor(image, return_tensors="pt")).logits
 {result}"""
 _PIPELINE = (
     "`pipeline` and `AutoModelForImageClassification.from_pretrained` cannot load the adapter by its name. "
-    "Give a pipeline what the snippet loads: "
+    "Pass a pipeline what the snippet loads: "
     '`pipeline("image-classification", model=model, image_processor=image_processor)`.'
 )
 _RESULTS = {
@@ -72,14 +72,14 @@ model = PeftModel.from_pretrained(base_model, ".")  # this folder, or its Hub id
 def update_model_card(
     folder: str, config: ProVPTConfig | None = None, auto_mapping: dict[str, str] | None = None
 ) -> None:
-    """Write what belongs to this method into the `README.md` of an adapter's folder, or make one.
+    """Write this method's section into the `README.md` of an adapter's folder, and create the file if there is none.
 
-    PEFT writes a card for the default adapter only. It takes a base model's path for a Hub id, which the Hub refuses:
-    that is taken out. Nothing else happens where the folder has no adapter's tensors, and doing it twice changes
-    nothing. An adapter is saved whatever becomes of its card: what fails here is a warning.
+    PEFT writes a card for the default adapter only. It writes a base model's path as if it were a Hub id, which the
+    Hub refuses, so the path is removed. Nothing else happens in a folder without an adapter's tensors, and a second
+    call changes nothing. Errors here are only warnings, so that an adapter is saved even if its card is not.
 
     Args:
-        folder: The folder.
+        folder: The adapter's folder.
         config: The adapter's config, by default the one in the folder.
         auto_mapping: PEFT's name and module of the base model's class, by default what the config has.
     """
@@ -90,12 +90,12 @@ def update_model_card(
 
 
 def keep_card(model: nn.Module) -> None:
-    """Let a `PeftModel` write our part anew wherever its model card is replaced.
+    """Let a `PeftModel` rewrite our section whenever its model card is replaced.
 
-    `Trainer.create_model_card` puts a card of its own over ours and calls the model's `create_or_update_model_card`.
-    `PeftModel.push_to_hub` puts one over ours and calls `_upload_modified_files`. Neither asks tuner or config, so
-    this one model gets both methods anew; PEFT's classes stay as they are. PEFT shows the model to our tuner when it
-    saves or loads an adapter, which comes before.
+    `Trainer.create_model_card` overwrites our card and then calls the model's `create_or_update_model_card`.
+    `PeftModel.push_to_hub` overwrites it and then calls `_upload_modified_files`. Neither calls the tuner or the
+    config, so both methods are replaced on this one model; PEFT's classes do not change. PEFT shows the model to our
+    tuner when it saves or loads an adapter, which comes before.
     """
     if isinstance(model, PeftModel):
         for method in (create_or_update_model_card, _upload_modified_files):
@@ -103,7 +103,7 @@ def keep_card(model: nn.Module) -> None:
 
 
 def create_or_update_model_card(model: PeftModel, output_dir: str) -> None:
-    """PEFT's method of this name, and our part."""
+    """PEFT's method of this name, followed by our section."""
     type(model).create_or_update_model_card(model, output_dir)
     update_model_card(output_dir)
 
@@ -125,7 +125,7 @@ def _update(folder: Path, config: ProVPTConfig | None, auto_mapping: dict[str, s
         distribution = distribution_of(config, blocks)
         try:
             run = run_of(config.training, distribution[1:])
-        except ValueError:  # a record that came with the adapter
+        except ValueError:  # the record came with the adapter and is not valid
             run = Run(distribution[1:])
         _fill_in(card, config)
         card.text = _without_template(card.text, config)
@@ -137,7 +137,7 @@ def _update(folder: Path, config: ProVPTConfig | None, auto_mapping: dict[str, s
 
 
 def _fill_in(card: ModelCard, config: ProVPTConfig) -> None:
-    """The metadata that tells the Hub what this is. PEFT's has it, other cards have not."""
+    """Add the metadata that tells the Hub what this is. PEFT's card has it already, other cards do not."""
     data: Any = card.data
     data.library_name = "peft"
     tags = {*(data.tags or []), "peft", "provpt", "visual-prompt-tuning"}
@@ -153,7 +153,7 @@ def _title(config: ProVPTConfig | None) -> str:
 
 
 def _without_template(text: str, config: ProVPTConfig) -> str:
-    """PEFT's card without its template, where nobody has filled that in: a title, and what it was made with."""
+    """Reduce PEFT's template to a title and the library versions if nobody has filled it in."""
     before, start, rest = text.partition(_START)
     _, stop, after = rest.partition(_END)
     body, heading, versions = (before + after if start and stop else text).partition(_VERSIONS)
@@ -162,7 +162,7 @@ def _without_template(text: str, config: ProVPTConfig) -> str:
 
 
 def _drop_local_base_model(card: ModelCard) -> bool:
-    """Take a base model that is no Hub id out of the metadata. Returns whether there was one."""
+    """Remove a base model that is not a Hub id from the metadata. Returns whether there was one."""
     data: Any = card.data
     tags = data.tags or []
     kept = [tag for tag in tags if not tag.startswith(_ADAPTER_TAG) or is_hub_id(tag.removeprefix(_ADAPTER_TAG))]
@@ -175,7 +175,7 @@ def _drop_local_base_model(card: ModelCard) -> bool:
 
 
 def _with_section(text: str, section: str) -> str:
-    """The card's text with the section in its place: where it was, or below the title."""
+    """The card's text with the section where the old one was, or below the title."""
     section = f"{_START}\n\n{section}\n\n{_END}"
     before, start, rest = text.partition(_START)
     _, stop, after = rest.partition(_END)
@@ -215,26 +215,25 @@ def _section(
         parts += ["## The last evaluation", "\n".join(["| | |", "| --- | --- |", *metrics])]
     parts += [
         "## How to load it",
-        "The adapter needs the package `provpt-peft`: `pip install PATH` with the path of a copy of its source or of "
-        "its wheel, or `pip install provpt-peft` where a package index has it. `import provpt_peft` is what teaches "
-        "PEFT the method: "
-        "`PeftModel.from_pretrained` needs it too.",
+        "The adapter needs the package `provpt-peft`: `pip install PATH` with the path of its source or its wheel, or "
+        "`pip install provpt-peft` if a package index has it. `import provpt_peft` registers the method with PEFT, "
+        "and `PeftModel.from_pretrained` needs it too.",
         f"```python\n{_snippet(config, auto_mapping)}\n```",
     ]
     if config.id2label is not None:
         parts.append(_PIPELINE)
     if not is_hub_id(config.base_model_name_or_path):
-        parts.append("The base model was not from the Hub: the adapter has to be loaded where that model is at hand.")
+        parts.append("The base model was not from the Hub: load the adapter where that model is available.")
     return "\n\n".join(parts)
 
 
 def _code(text: str) -> str:
-    """Text of a file's as code: neither links nor pictures, and no end of the code, the line or the cell it is in."""
+    """Text from a file as inline code, without links or pictures. It cannot end its code, line or table cell."""
     return f"`{printable(text, forbidden='|`') or '?'}`"
 
 
 def _draw(folder: Path, run: Run) -> bool:
-    """Draw the distribution of a relocated adapter into its folder, where matplotlib is installed."""
+    """Draw the distribution of a relocated adapter into its folder, if matplotlib is installed."""
     try:
         if run.history:
             from . import figures

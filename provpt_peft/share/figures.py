@@ -40,18 +40,18 @@ Source = HasRun | Run | str | os.PathLike[str]
 
 # Okabe and Ito's colours, told apart by colour-blind readers too.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
-_WIDEST = 40.0  # inches of a picture, whatever the number of epochs
+_WIDEST = 40.0  # largest width of a picture in inches, for any number of epochs
 
 
 def read_run(source: Source) -> Run:
-    """Read a run from what is left of it.
+    """Read the record of a run.
 
     Args:
-        source: A callback or a relocator that has run, the folder of a Trainer's checkpoint, or that of an adapter.
+        source: A callback or a relocator that has run, or the folder of a Trainer's checkpoint or of an adapter.
 
     Raises:
-        ValueError: If there is nothing to read: training has not begun, the folder has no adapter that is whole, or
-            something else is given.
+        ValueError: If there is nothing to read: training has not begun, the folder has no complete adapter, or the
+            source is something else.
     """
     if isinstance(source, (str, os.PathLike)):
         run = read_adapter(Path(source)).run
@@ -87,7 +87,7 @@ def plot_distribution(sources: Source | Mapping[str, Source]) -> Figure:
     runs = {name: read_run(source) for name, source in named.items()}
     lengths = {name: len(run.distribution) for name, run in runs.items()}
     if len(set(lengths.values())) != 1:
-        raise ValueError(f"Runs beside each other must have the same number of blocks, got {lengths}.")
+        raise ValueError(f"Runs side by side must have the same number of blocks, got {lengths}. Draw one at a time.")
     (num_blocks,) = set(lengths.values())
     figure, axes = _new_axes(max(5.0, 0.35 * num_blocks * len(runs) + 1.5), 3.5)
     width = 0.8 / len(runs)
@@ -129,7 +129,7 @@ def plot_idleness(source: Source) -> Figure:
     run = read_run(source).with_history()
     scored = {move.epoch: move.block_idleness for move in run.choices if move.block_idleness and move.epoch}
     if not scored:
-        raise ValueError("The history must hold the blocks' idleness, but no relocation of it does. Train anew.")
+        raise ValueError("The history must hold the blocks' idleness, but none of its relocations does. Train again.")
     table = torch.full((len(run.distribution), max(scored)), torch.nan)
     for epoch, idleness in scored.items():
         table[:, epoch - 1] = torch.tensor([torch.nan if value is None else value for value in idleness])
@@ -146,7 +146,7 @@ def _new_axes(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def _heat_map(table: torch.Tensor, run: Run, title: str, label: str, **image: Any) -> tuple[Figure, Axes]:
-    """Draw a number for each block in each epoch, (L, E), with a title; the label is the colours'."""
+    """Draw a table of one number per block and epoch, (L, E), with a title. The label is that of the colour bar."""
     num_blocks, epochs = table.shape
     figure, axes = _new_axes(max(5.0, 0.3 * epochs + 2), max(3.5, 0.22 * num_blocks + 1))
     extent = (0.5, epochs + 0.5, 0.5, num_blocks + 0.5)

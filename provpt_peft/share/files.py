@@ -25,7 +25,7 @@ BANK = "base_model.bank."
 PROMPTS = f"{BANK}provpt_prompts"
 PROMPT_BLOCKS = f"{BANK}provpt_prompt_blocks"
 
-_SAVE_ANEW = "Download the adapter again, or save it anew."
+_SAVE_ANEW = "Download the adapter again, or save it again."
 
 
 class Adapter(NamedTuple):
@@ -39,26 +39,26 @@ class Adapter(NamedTuple):
 def check_adapter(folder: str | os.PathLike[str]) -> None:
     """Check the files of an adapter, without a model.
 
-    Settings that this version does not know are a warning: they come from a newer version.
+    Settings that this version does not know cause a warning: they come from a newer version.
 
     Args:
         folder: Folder with `adapter_config.json` and `adapter_model.safetensors`.
 
     Raises:
-        ValueError: If a file is missing or broken, or cannot be an adapter's. The message names file and cause.
+        ValueError: If a file is missing, broken or not an adapter's. The message names the file and the cause.
     """
     read_adapter(Path(folder))
 
 
 def _num_blocks(config: ProVPTConfig, count: int) -> int:
-    """L, from an adapter's config, or from the number of its prompts where it was saved by version 0.1."""
+    """L, from an adapter's config, or from its number of prompts if version 0.1 saved it."""
     if isinstance(config.num_prompts, list):
         return config.num_blocks or len(config.num_prompts)
     return config.num_blocks or max((count - config.reserve) // config.num_prompts, 1)
 
 
 def read_adapter(folder: Path) -> Adapter:
-    """An adapter's config, tensors and record of its training, checked as [`check_adapter`] does."""
+    """An adapter's config, tensors and training record, checked as in [`check_adapter`]."""
     config = read_config(folder / CONFIG_NAME)
     path = folder / SAFETENSORS_WEIGHTS_NAME
     tensors = _read_tensors(path)
@@ -75,7 +75,7 @@ def read_adapter(folder: Path) -> Adapter:
 
 
 def saved_blocks(folder: Path) -> torch.Tensor | None:
-    """The block of each prompt, (N,), or None where there is no adapter of ours. Nothing is checked."""
+    """The block of each prompt, (N,), or None if there is no PROVPT adapter. Nothing is checked."""
     path = folder / SAFETENSORS_WEIGHTS_NAME
     if not path.is_file():
         return None
@@ -84,7 +84,7 @@ def saved_blocks(folder: Path) -> torch.Tensor | None:
 
 
 def distribution_of(config: ProVPTConfig, blocks: torch.Tensor) -> list[int]:
-    """Prompts in none of the blocks and in each of the L blocks, from the block of each prompt, (N,)."""
+    """The number of prompts in no block and in each of the L blocks, from the block of each prompt, (N,)."""
     return torch.bincount(blocks, minlength=_num_blocks(config, len(blocks)) + 1).tolist()
 
 
@@ -137,7 +137,7 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
         found = pickled if path.with_name(WEIGHTS_NAME).exists() else "none"
         raise ValueError(
             f"{path}: weights are only read from this file, got {found}. "
-            "Save the adapter anew, with `safe_serialization=True`."
+            "Save the adapter again, with `safe_serialization=True`."
         )
     try:
         return load_file(path)
@@ -149,7 +149,7 @@ def _check_prompts(config: ProVPTConfig, tensors: dict[str, torch.Tensor]) -> No
     surplus = sorted(name for name in tensors.keys() - {PROMPTS, PROMPT_BLOCKS} if name.startswith(BANK))
     if surplus:
         raise ValueError(
-            f"an adapter must have no prompt tensors but prompts and their blocks, got {surplus} as well."
+            f"an adapter must have no prompt tensors other than prompts and their blocks, got {surplus} as well."
         )
     prompts = tensors.get(PROMPTS)
     count = 0 if prompts is None or not prompts.dim() else len(prompts)
@@ -173,6 +173,6 @@ def _check_saved_modules(config: ProVPTConfig, tensors: dict[str, torch.Tensor])
 
 
 def is_head(name: str) -> bool:
-    """Whether a tensor's first dimension counts classes. Each image classifier of the known families, a distilled DeiT
-    with its two heads included, ends in a linear layer with such a name."""
+    """Whether a tensor's first dimension is the number of classes. Each image classifier of the known families, even a
+    distilled DeiT with its two heads, ends in a linear layer with such a name."""
     return name.endswith(("classifier.weight", "classifier.bias"))

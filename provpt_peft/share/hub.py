@@ -1,4 +1,4 @@
-"""Adapters on the Hub and in folders: load one with all that belongs to it, upload one."""
+"""Adapters on the Hub and in folders: load one with everything it needs, upload one."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from huggingface_hub.utils import validate_repo_id
 from peft import PeftModel
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 
+from ..config import ProVPTConfig
 from .files import is_head, read_adapter
 
 
@@ -40,15 +41,17 @@ def load_image_classifier(
         adapter: Folder that `PeftModel.save_pretrained` wrote, or a Hub id.
         base_model: Folder or Hub id of the base model, by default what the adapter's config names.
         from_pretrained_kwargs: Passed on to `AutoModelForImageClassification.from_pretrained`. `token`, `cache_dir`,
-            `local_files_only` and `force_download` hold for the adapter's and the image processor's files too.
+            `local_files_only` and `force_download` apply to the adapter's and the image processor's files too.
 
     Returns:
         The model in eval mode, the image processor (the adapter's own if its folder has one, otherwise the base
         model's), and the name of each class.
 
     Raises:
-        ValueError: If the adapter's files are broken (see [`check_adapter`]) or its image processor's are, if its base
-            model is not known, or if its head has another number of classes than the base model gives.
+        ValueError: If the files of the adapter (see [`check_adapter`]) or of its image processor are broken, if its
+            folder has no image processor and the base model's makes images of another size than it was trained on, if
+            its base model is not known, or if its head and the base model have different numbers of classes.
+        OSError: If the base model is neither a folder nor can be had from the Hub.
 
     Example:
         ```python
@@ -73,7 +76,7 @@ def load_image_classifier(
     settings: dict[str, Any] = {}
     if base_model is None and config.revision is not None:
         settings["revision"] = config.revision
-    # A config of the caller's own has these settings.
+    # A config that the caller passes has these settings already.
     if "config" not in from_pretrained_kwargs:
         if config.id2label is not None and not {"id2label", "num_labels"} & from_pretrained_kwargs.keys():
             settings["id2label"] = config.id2label
@@ -81,19 +84,31 @@ def load_image_classifier(
         if config.problem_type is not None:
             settings["problem_type"] = config.problem_type
     settings |= from_pretrained_kwargs
-    image_processor = image_processor_of(folder, name, **chosen(settings, "revision"), **download)
-    # Sizes that do not match are looked at below, where the adapter's own head is known.
-    settings |= dict(ignore_mismatched_sizes=True, output_loading_info=True)
-    base, loading_info = AutoModelForImageClassification.from_pretrained(name, **settings)
+    try:
+        image_processor = image_processor_of(folder, name, config, **chosen(settings, "revision"), **download)
+        # Mismatched sizes are checked below, where the adapter's own head is known.
+        settings |= dict(ignore_mismatched_sizes=True, output_loading_info=True)
+        base, loading_info = AutoModelForImageClassification.from_pretrained(name, **settings)
+    except OSError as error:
+        raise OSError(
+            f"{folder / CONFIG_NAME}: the base model must be a folder or a Hub id, got {name!r}, which is no complete "
+            f"model in {os.getcwd()} and cannot be had from the Hub. Pass its folder as `base_model`. ({error})"
+        ) from error
     _check_head(folder, name, base, tensors, loading_info)
 
     model = PeftModel.from_pretrained(base, str(folder), config=config).eval()
     return ImageClassifier(model, image_processor, dict(base.config.id2label))
 
 
-def image_processor_of(folder: Path, base_model: str, **download: Any) -> Any:
-    """The adapter's own image processor if its folder has one, otherwise that of the base model."""
-    # Slow to import. At the top level, transformers 5.9 has a placeholder of it that asks for torchvision.
+def image_processor_of(folder: Path, base_model: str, config: ProVPTConfig, **download: Any) -> Any:
+    """The adapter's own image processor if its folder has one, otherwise that of the base model.
+
+    Raises:
+        ValueError: If the adapter's own cannot be loaded, or if the base model's makes images of another size than
+            those that the adapter was trained on.
+    """
+    # Slow to import. At its top level, transformers 5.9 has only a placeholder, which asks for torchvision.
+    from PIL import Image  # image processors need it as well
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
     try:
@@ -102,10 +117,20 @@ def image_processor_of(folder: Path, base_model: str, **download: Any) -> Any:
     except Exception as error:
         raise ValueError(
             f"{folder}: an adapter's own image processor must be one that `AutoImageProcessor` can load, got "
-            f"{type(error).__name__}: {error}. Save it anew with `image_processor.save_pretrained`, or delete "
-            f"{_IMAGE_PROCESSOR_NAME} and {_PROCESSOR_NAME} there to get that of the base model."
+            f"{type(error).__name__}: {error}. Save it again with `image_processor.save_pretrained`, or delete "
+            f"{_IMAGE_PROCESSOR_NAME} and {_PROCESSOR_NAME} there to use the base model's."
         ) from error
-    return AutoImageProcessor.from_pretrained(base_model, **download)
+    image_processor = AutoImageProcessor.from_pretrained(base_model, **download)
+    if config.image_size is not None:
+        height, width = config.image_size
+        made = image_processor(Image.new("RGB", (width, height)), return_tensors="pt")["pixel_values"].shape[-2:]
+        if tuple(made) != (height, width):
+            raise ValueError(
+                f"{folder}: an adapter without its own image processor must be trained on images of the base model's "
+                f"size, {made[0]} x {made[1]} for {base_model!r}, got {height} x {width}. Save the image processor "
+                "that you trained with there: `image_processor.save_pretrained(folder)`."
+            )
+    return image_processor
 
 
 def _brings_image_processor(folder: Path) -> bool:
@@ -134,16 +159,16 @@ def push_to_hub(
 
     Args:
         model: A model with a PROVPT adapter. The active one is uploaded.
-        repo_id: `user/name` on the Hub; the repository is made if need be.
-        image_processor: The base model's image processor, saved beside the adapter if given. Of a `Processor`, such as
-            a `CLIPProcessor`, its image processor is.
-        license: Of the adapter, for the card's metadata, such as "apache-2.0".
-        private: Whether a new repository is private; by default what the account's owner has set.
-        token: Of an account that may write there; by default the one that was logged in with.
-        commit_message: Of the commit.
+        repo_id: `user/name` on the Hub; the repository is created if it does not exist.
+        image_processor: The base model's image processor, saved beside the adapter if given. For a `Processor`, such
+            as a `CLIPProcessor`, its image processor is saved.
+        license: License of the adapter for the card's metadata, such as "apache-2.0".
+        private: Whether a new repository is private; by default the account's setting.
+        token: Token of an account that may write there; by default that of the login.
+        commit_message: Message of the commit.
 
     Raises:
-        ValueError: If the model has no adapter.
+        ValueError: If the model is not a `PeftModel`.
         huggingface_hub.errors.HfHubHTTPError: If the Hub refuses.
     """
     if not isinstance(model, PeftModel):
@@ -153,7 +178,7 @@ def push_to_hub(
     name = model.active_adapter
     with tempfile.TemporaryDirectory() as saved:
         model.save_pretrained(saved, selected_adapters=[name])
-        # PEFT gives adapters of other names than `default` a folder each.
+        # PEFT gives each adapter that is not named `default` its own folder.
         folder = Path(saved) if name == "default" else Path(saved, name)
         if image_processor is not None:
             getattr(image_processor, "image_processor", image_processor).save_pretrained(folder)
@@ -161,14 +186,14 @@ def push_to_hub(
             card = ModelCard.load(folder / "README.md")
             card.data.license = license
             card.save(folder / "README.md")
-        # After all that may fail here, which would leave an empty repository.
+        # After all that may fail locally, since a failure would leave an empty repository.
         api = HfApi(token=token)
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         return api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=commit_message).commit_url
 
 
 def is_hub_id(name: str | None) -> bool:
-    """Whether a base model's name is an id on the Hub, and not a path or nothing."""
+    """Whether a base model's name is a Hub id, not a path and not empty."""
     try:
         validate_repo_id(name or "")
     except HFValidationError:
@@ -204,13 +229,13 @@ def _check_head(
     for key, in_file, in_model in loading_info["mismatched_keys"]:
         if key not in saved:
             raise ValueError(
-                f"{folder}: a head that the adapter does not bring must fit in the base model, got {key} for "
+                f"{folder}: the labels of an adapter without a head must fit the base model's head, got {key} for "
                 f"{in_model[0]} classes by the labels and {in_file[0]} in {name!r} (shapes {tuple(in_model)} and "
-                f"{tuple(in_file)}). Save the adapter anew with its head in `modules_to_save`."
+                f"{tuple(in_file)}). Save the adapter again with its head in `modules_to_save`."
             )
     untrained = sorted(key for key in set(loading_info["missing_keys"]) - saved.keys() if is_head(key))
     if untrained:
         raise ValueError(
-            f"{folder}: adapter or base model must have a head, got no {untrained} in either. "
-            "Save the adapter anew with its head in `modules_to_save`."
+            f"{folder}: the adapter or the base model must have a head, got no {untrained} in either. "
+            "Save the adapter again with its head in `modules_to_save`."
         )

@@ -1,4 +1,4 @@
-"""Many tasks on one backbone: image classifiers whose images, each with its own task, share a batch."""
+"""Many tasks on one backbone: image classifiers that share a batch, in which each image has its own task."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _HEADS = "base_model.model."
 
 
 class UnknownTask(KeyError):
-    """There is no task of a name."""
+    """There is no task of this name."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a task's classifier says of an image.
+    """A task's prediction for an image.
 
     Args:
         task: Name of the task.
-        scores: For each of the task's labels, the most likely first: its probability; for a regression its value.
+        scores: The probability of each of the task's labels, the most likely first; for a regression, its value.
     """
 
     task: str
@@ -60,15 +60,15 @@ class _Task:
 class ClassifierPool:
     """Image classifiers for many tasks that share a frozen backbone, each a PROVPT adapter with a linear head.
 
-    Images of different tasks go through the backbone in one batch, each with its own task's prompts and head, whatever
-    the numbers of prompts, their blocks and the numbers of classes. Threads may load, unload and classify at the same
-    time; one batch is computed at a time.
+    Images of different tasks go through the backbone in one batch, each with its own task's prompts and head. Tasks
+    may differ in the number of prompts, their blocks and the number of classes. Threads may load, unload and classify
+    at the same time; one batch is computed at a time.
 
     Args:
         base_model: Folder or Hub id of the backbone that all adapters were trained on.
-        find: Where a task's adapter is, given its name: a folder or a Hub id; None if there is no such one. A task
-            that is asked for and not resident is loaded from there. Without it, tasks are loaded by `load` only.
-        capacity: Tasks that are resident at most. Another one takes the place of the least recently used.
+        find: Function from a task's name to its adapter, a folder or a Hub id, or to None if there is no such task.
+            A requested task that is not in memory is loaded from there. Without it, only `load` loads tasks.
+        capacity: Maximum number of tasks in memory. A further one replaces the least recently used.
         device: Where to compute.
         from_pretrained_kwargs: Passed on to `AutoModelForImageClassification.from_pretrained`.
 
@@ -99,7 +99,7 @@ class ClassifierPool:
         self.capacity = capacity
         self._find = find
         model = AutoModelForImageClassification.from_pretrained(self.base_model, **from_pretrained_kwargs)
-        # The tuner needs an adapter; no image ever names this one.
+        # The tuner needs an adapter; no image ever uses this one.
         self._bank: PromptBank = ProVPTModel(model, {"none": ProVPTConfig(num_prompts=1)}, "none").bank
         self._model = model.requires_grad_(False).eval().to(device)
         self._bank.to(device)
@@ -115,27 +115,27 @@ class ClassifierPool:
 
     @property
     def tasks(self) -> list[str]:
-        """Names of the resident tasks, the least recently used first."""
+        """Names of the tasks in memory, the least recently used first."""
         with self._lock:
             return list(self._tasks)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the resident tasks' prompts, blocks and heads."""
+        """Bytes of the prompts, blocks and heads of the tasks in memory."""
         with self._lock:
             return sum(task.nbytes for task in self._tasks.values())
 
     def labels(self, name: str) -> list[str]:
-        """The labels of a task, loaded if need be. Errors as for `load`."""
+        """The labels of a task, which is loaded if it is not in memory. Errors as for `load`."""
         return self._use(name).labels
 
     def load(self, name: str, adapter: str | os.PathLike[str], *, same_base: bool = False) -> None:
-        """Make a task resident, in place of one of the same name if there is one.
+        """Load a task into memory. It replaces a task of the same name.
 
         Args:
             name: Name of the task.
             adapter: Folder that `PeftModel.save_pretrained` wrote, or a Hub id.
-            same_base: That its base model is this pool's under another name.
+            same_base: Whether its base model is this pool's under another name.
 
         Raises:
             ValueError: If the adapter's files are broken, or not for this backbone, or without a linear head.
@@ -146,7 +146,7 @@ class ClassifierPool:
         if not same_base and base != (self.base_model, self._revision):
             raise ValueError(
                 f"{folder}: the adapter must be for the pool's base model, {self.base_model!r} (revision "
-                f"{self._revision!r}), got one for {base[0]!r} ({base[1]!r}). If they are the same, say so: "
+                f"{self._revision!r}), got one for {base[0]!r} ({base[1]!r}). If they are the same, pass "
                 "`same_base=True`."
             )
         if config.shallow:
@@ -160,9 +160,9 @@ class ClassifierPool:
         names = config.id2label or ({} if heads else self._model.config.id2label)
         labels = [names.get(number, f"LABEL_{number}") for number in range(classes)]
         if len(set(labels)) < classes:
-            raise ValueError(f"{folder}: each class must have a name of its own, got {labels}. Correct `id2label`.")
+            raise ValueError(f"{folder}: each class must have a unique name, got {labels}. Correct `id2label`.")
         revision = {} if self._revision is None else {"revision": self._revision}
-        image_processor = image_processor_of(folder, self.base_model, **revision, **self._download)
+        image_processor = image_processor_of(folder, self.base_model, config, **revision, **self._download)
         task = _Task(
             f"task{next(self._numbers)}",
             labels,
@@ -183,29 +183,29 @@ class ClassifierPool:
             self._tasks[name] = task
 
     def unload(self, name: str) -> None:
-        """Let a task go.
+        """Remove a task from memory.
 
         Raises:
-            KeyError: If it is not resident.
+            KeyError: If it is not there.
         """
         with self._lock:
             self._remove(self._tasks.pop(name))
 
     def classify(self, images: Sequence[Any], tasks: Sequence[str]) -> list[Prediction]:
-        """Classify images, each by a task of its own.
+        """Classify images, each by its own task.
 
         Args:
             images: PIL images, or what the tasks' image processors take.
             tasks: The name of each image's task.
 
         Raises:
-            UnknownTask: If there is no such task, a `KeyError`.
+            UnknownTask: If there is no such task. It is a `KeyError`.
             ValueError: If there are not as many names as images, or a task's adapter cannot be loaded.
         """
         if isinstance(tasks, str) or len(images) != len(tasks):
             raise ValueError(f"There must be a task for each image, got {len(images)} images and {tasks!r}.")
         predictions: list[Prediction | None] = [None] * len(images)
-        # No more tasks at once than can be resident, and images of one size together.
+        # No more tasks at once than may be in memory, and images of one size together.
         names = list(dict.fromkeys(tasks))
         for first in range(0, len(names), self.capacity):
             together = names[first : first + self.capacity]
@@ -228,7 +228,7 @@ class ClassifierPool:
             head.weights.pop(task.adapter, None)
 
     def _use(self, name: str) -> _Task:
-        """A task, which is now the most recently used."""
+        """A task, now marked as the most recently used."""
         with self._lock:
             if name in self._tasks:
                 self._tasks.move_to_end(name)
@@ -242,7 +242,7 @@ class ClassifierPool:
     def _check(
         self, where: str, config: ProVPTConfig, tensors: Mapping[str, Tensor], heads: Mapping[str, Tensor]
     ) -> int:
-        """Check an adapter's tensors, the heads' by their names in the model. Returns the number of classes."""
+        """Check an adapter's tensors; `heads` has names in the model as keys. Returns the number of classes."""
         try:
             count = sum(config.start_distribution(self._bank.num_blocks)) + config.reserve
             shape = (count, max(self._bank.widths))
@@ -255,24 +255,24 @@ class ClassifierPool:
             linear = self._linear(path)
             if linear is None or not is_head(key):
                 raise ValueError(
-                    f"{where}beside prompts, an adapter in a pool may bring a linear head only, got {key}. Load it "
+                    f"{where}besides prompts, an adapter in a pool may have a linear head only, got {key}. Load it "
                     "with `load_image_classifier`."
                 )
             if f"{path}.weight" not in heads:
-                raise ValueError(f"{where}a head must have a weight, got {key} alone. Save the adapter anew.")
+                raise ValueError(f"{where}a head must have a weight, got {key} alone. Save the adapter again.")
             width = (linear.in_features,) if kind == "weight" else ()
             if tensor.dim() != 1 + len(width) or tensor.shape[1:] != width:
                 raise ValueError(
-                    f"{where}the head must take what the backbone gives, {linear.in_features} numbers, got {key} of "
+                    f"{where}the head must take the backbone's {linear.in_features} features, got {key} of "
                     f"shape {tuple(tensor.shape)}. Use the base model that the adapter was trained with."
                 )
             counts.add(len(tensor))
         if len(counts) != 1:
-            raise ValueError(f"{where}heads must have one number of classes, got {sorted(counts)}. Save it anew.")
+            raise ValueError(f"{where}heads must agree on the number of classes, got {sorted(counts)}. Save it again.")
         return counts.pop()
 
     def _linear(self, path: str) -> nn.Linear | None:
-        """The linear layer at a path of the model, which may have been made a head of many tasks."""
+        """The linear layer at a path of the model, which may be inside the `_TaskHeads` that replaced it."""
         try:
             module = self._model.get_submodule(path)
         except AttributeError:
@@ -308,7 +308,7 @@ class ClassifierPool:
         batch = {key: t.to(like) if t.is_floating_point() else t.to(like.device) for key, t in batch.items()}
         other_size = self._image_size not in (None, tuple(batch.get("pixel_values", like).shape[-2:]))
         sizes = {"interpolate_pos_encoding": True} if self._takes_sizes and other_size else {}
-        with self._lock:  # a task that another thread has evicted meanwhile comes back
+        with self._lock:  # loads a task again if another thread has evicted it
             tasks = [self._use(name) for name in names]
             with self._bank.mix([task.adapter for task in tasks]):
                 logits = self._model(**batch, **sizes).logits.float().cpu()
@@ -316,8 +316,8 @@ class ClassifierPool:
 
 
 class _TaskHeads(nn.Module):
-    """A linear head for each task in the place of the model's own. In a mixed batch each image gets its task's, the
-    model's own where its task has none; outputs beyond a task's classes are -inf."""
+    """A linear head for each task, instead of the model's own. In a mixed batch each image gets its task's head, or
+    the model's own if its task has none. Outputs beyond a task's classes are -inf."""
 
     def __init__(self, linear: nn.Linear, bank: PromptBank) -> None:
         super().__init__()
@@ -326,7 +326,7 @@ class _TaskHeads(nn.Module):
         self._bank = (bank,)  # a tuple hides the module from `nn.Module`
 
     def forward(self, features: Tensor) -> Tensor:
-        """Features (B, …, D) to logits (B, …, C), C the most classes of any task in the batch."""
+        """Features (B, …, D) to logits (B, …, C), where C is the largest number of classes in the batch."""
         mixed = self._bank[0].mixed()
         if mixed is None:
             return self.linear(features)
@@ -343,7 +343,7 @@ class _TaskHeads(nn.Module):
 
 
 def _prediction(name: str, task: _Task, logits: Tensor) -> Prediction:
-    """What logits say, of which a task has the first ones."""
+    """The prediction from a row of logits, of which the first ones are the task's."""
     scores = logits[: len(task.labels)]
     if task.problem_type == "multi_label_classification":
         scores = scores.sigmoid()

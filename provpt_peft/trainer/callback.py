@@ -30,19 +30,19 @@ from .reporting import report_distribution
 
 logger = logging.getLogger(__name__)
 
-_SPEED = ("_runtime", "_per_second", "_preparation_time")  # ends of the names of an evaluation's timings
+_SPEED = ("_runtime", "_per_second", "_preparation_time")  # suffixes of an evaluation's timings
 
 
 class RelocationTrainerCallback(TrainerCallback, ExportableState):
     """Relocates prompts at the start of each epoch of a `transformers.Trainer`.
 
-    Scores are measured on the first `score_images` images of the training loader, prepared as for training, by the
-    Trainer's own loss. They are read once, before training, which is otherwise as it would be without the callback.
-    Checkpoints carry the relocator, so a resumed run equals one that was never stopped. Each relocation is logged
-    through the Trainer as `relocation/…` and kept in `history`.
+    Scores are measured with the Trainer's own loss on the first `score_images` images of the training loader, prepared
+    as for training. The images are read once, before training, and training stays the same. Checkpoints contain the
+    relocator's state, so a resumed run equals an uninterrupted one. Each relocation is logged through the Trainer as
+    `relocation/…` and kept in `history`.
 
     Args:
-        config: When, which and where to; a dict of the same settings is accepted as well.
+        config: When prompts move, which ones, and where to. A dict of the same settings is accepted too.
 
     Attributes:
         history: The records of all relocations, oldest first.
@@ -66,7 +66,7 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
         self.relocator: Relocator | None = None
         self._trainer: Trainer | None = None
         self._inside_epoch = False
-        self._begun_with = 0  # records of earlier trainings
+        self._begun_with = 0  # number of records of earlier runs
         self._evaluated_step: int | None = None
         self._saved: dict[str, Any] | None = None
         self._run: Run | None = None
@@ -97,7 +97,7 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
                 self.relocator.load_state_dict(saved["relocator"])
                 # A checkpoint of an epoch's last step is written before the epoch ends.
                 self._inside_epoch = saved["inside_epoch"] and state.epoch % 1 != 0
-                # A run that resumes at its last step evaluates no more.
+                # A run that resumes at its last step does not evaluate again.
                 self._remember_metrics(saved["metrics"])
         self.history = self.relocator.history
         self._begun_with = len(self.history)
@@ -105,13 +105,13 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
         state.stateful_callbacks[name] = self.state()
 
     def _forget_attempt(self) -> None:
-        """A training that ended before its first move, as with `auto_find_batch_size`, is none in the record."""
+        """Keep an attempt that ended before its first move, as with `auto_find_batch_size`, out of the record."""
         if self.relocator is not None and len(self.relocator.history) == self._begun_with:
             config = self._adapter_config
             config.training = (config.training or {}) | {"epochs": self.relocator.first_epoch}
 
     def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        # Comes again when a run resumes inside an epoch, which has had its relocation.
+        # Called again when a run resumes inside an epoch, whose relocation is done already.
         if not self._inside_epoch:
             self._inside_epoch = True
             if self.config.relocate_every == "epoch":
@@ -127,7 +127,7 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
             self._finish(args, state, control)
 
     def on_evaluate(self, args: Any, state: TrainerState, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        # For the model card: numbers, not a list for each class, and not how fast this machine is.
+        # For the model card: numbers only, without lists per class and without this machine's timings.
         numbers = {name: v for name, v in (metrics or {}).items() if isinstance(v, (int, float)) and math.isfinite(v)}
         kept = {name: v for name, v in numbers.items() if name != "epoch" and not name.endswith(_SPEED)}
         if not kept or self.relocator is None:
@@ -138,16 +138,16 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
         self._evaluated_step = state.global_step
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        # Training that was stopped before its last step. With the best model loaded it is too late to measure.
+        # For training that stopped before its last step. Once the best model is loaded, it is too late to measure.
         if not args.load_best_model_at_end:
             self._finish(args, state, control)
-        # The best model is an earlier one, and knows no later relocations. transformers finds that of the adapter
-        # `default` only. A checkpoint of a model around ours has no config.
+        # The best model is an earlier one, so its record has no later relocations. transformers finds the best
+        # checkpoint of the adapter `default` only. A checkpoint of a model around ours has no config.
         best = state.best_model_checkpoint if args.load_best_model_at_end else None
         named = self._running.adapter_name == "default"
         if best is not None and named and os.path.isfile(os.path.join(best, CONFIG_NAME)):
             self._adapter_config.training = ProVPTConfig.from_pretrained(best).training
-        # Who keeps the callback for its history does not keep model, optimizer and data.
+        # Keeping the callback for its history must not keep model, optimizer and data in memory.
         self._saved, self._run = self.state(), self._running.run()
         self.relocator = self._trainer = None
 
@@ -175,7 +175,7 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
         self._log(args, state, control)
 
     def _log(self, args: Any, state: TrainerState, control: Any) -> None:
-        """Do what `Trainer.log` does. It would add its own keys to what is logged."""
+        """Do what `Trainer.log` does, without the keys that it would add."""
         if not self._running.metrics or self._trainer is None:
             return
         logs = {f"relocation/{name}": value for name, value in self._running.metrics.items()} | {"epoch": state.epoch}
@@ -187,7 +187,7 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
             report_distribution(handler.callbacks, counts, state.global_step)
 
     def state(self) -> dict[str, Any]:
-        """Settings and the relocator's state, JSON-able. The Trainer writes it into its checkpoints."""
+        """Settings and the relocator's state, as JSON values. The Trainer writes them into its checkpoints."""
         if self.relocator is None and self._saved is not None:
             return self._saved
         attributes = {}
@@ -201,7 +201,7 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
         return {"args": {"config": self.config.settings()}, "attributes": attributes}
 
     def run(self) -> Run:
-        """What is known of the run, so far or as it ended, for pictures. `ValueError` if training has not begun."""
+        """The record of the run, finished or so far, for pictures. `ValueError` if training has not begun."""
         run = self.relocator.run() if self.relocator is not None else self._run
         if run is None:
             raise ValueError("The callback must have run, but training has not begun. Train first.")
@@ -213,13 +213,13 @@ def _from_dict(config: dict[str, Any]) -> RelocationConfig:
         return RelocationConfig(**config)
     except ValueError as error:
         raise ValueError(
-            f"{error} If the settings come from a checkpoint: that has the names of scores and policies of your own "
-            "only. Leave `restore_callback_states_from_checkpoint` off; a run is resumed exactly without it."
+            f"{error} If the settings come from a checkpoint, it has only the names of your own scores and policies. "
+            "Leave `restore_callback_states_from_checkpoint` off: a run resumes exactly without it."
         ) from error
 
 
 def _check(args: TrainingArguments, trainer: Trainer) -> None:
-    """Refuse what the Trainer is going to wrap the model in, which it does not show to callbacks, and a second one."""
+    """Refuse wrappers that the Trainer will put around the model, unseen by callbacks, and a second callback."""
     if getattr(args, "deepspeed_plugin", None) is not None:
         refuse_wrapper("DeepSpeedEngine")
     if args.n_gpu > 1:
@@ -227,28 +227,30 @@ def _check(args: TrainingArguments, trainer: Trainer) -> None:
     ours = sum(isinstance(c, RelocationTrainerCallback) for c in trainer.callback_handler.callbacks)
     if ours > 1:
         raise ValueError(
-            f"A Trainer has one RelocationTrainerCallback, got {ours}: their states could not be told apart. Give one."
+            f"A Trainer may have only one RelocationTrainerCallback, got {ours}, whose saved states could not be told "
+            "apart. Give one."
         )
 
 
 def _check_loaded(relocator: Relocator, prompt_blocks: list[int]) -> None:
-    """The Trainer loads a model around an adapter non-strictly: tensors under other names are left out in silence."""
+    """The Trainer loads a model around an adapter non-strictly: it silently skips tensors with other names."""
     present = relocator.blocks().tolist()
     if present != prompt_blocks:
         length = 1 + relocator.tuner.num_blocks
         saved, now = (torch.bincount(torch.tensor(b), minlength=length).tolist()[1:] for b in (prompt_blocks, present))
         raise ValueError(
-            f"A resumed run must begin with the checkpoint's prompts, but that has {saved} prompts in its blocks, and "
-            f"the model {now}: the checkpoint's tensors were not loaded into it. Compare their names with the model's."
+            f"A resumed run must begin with the checkpoint's prompts, but the checkpoint has {saved} prompts in its "
+            f"blocks and the model has {now}: the checkpoint's tensors were not loaded. Compare their names with the "
+            "model's."
         )
 
 
 def _warn_of_the_last_model(args: TrainingArguments, adapter_name: str) -> None:
-    """transformers loads the best checkpoint from its own folder, where PEFT puts the adapter `default` only."""
+    """transformers loads the best model from the checkpoint's own folder, where PEFT puts only `default`."""
     if args.load_best_model_at_end and adapter_name != "default":
         logger.warning(
-            "The Trainer finds the best checkpoint of an adapter named 'default' only: at the end it keeps the last "
-            "weights of %r. Leave `adapter_name` out, or load the best checkpoint's folder %r yourself.",
+            "The Trainer finds the best checkpoint only if the adapter is named 'default': at the end it keeps the "
+            "last weights of %r. Leave `adapter_name` out, or load the folder %r of the best checkpoint yourself.",
             adapter_name,
             adapter_name,
         )
@@ -258,42 +260,43 @@ def _warn_of_one_rate(optimizer: torch.optim.Optimizer, prompts: torch.nn.Parame
     group = next(group for group in optimizer.param_groups if any(p is prompts for p in group["params"]))
     if len(group["params"]) > 1:
         logger.warning(
-            "Prompts and head are trained at one learning rate, %g. Rates of their own are several points better "
+            "Prompts and head are trained at one learning rate, %g. Separate rates are several points better "
             "(docs/experiments/recipes.md): optimizer = create_provpt_optimizer(model, torch.optim.AdamW), and "
             "Trainer(…, optimizers=(optimizer, None)).",
-            group.get("initial_lr", group["lr"]),  # schedules begin with another rate than the one that was given
+            group.get("initial_lr", group["lr"]),  # schedules may start at another rate than the given one
         )
 
 
 def _warn_of_inputs(trainer: Trainer) -> None:
     if type(trainer).training_step is not Trainer.training_step:
         logger.warning(
-            "%s has a `training_step` of its own. Scores are measured by `_prepare_inputs` and `compute_loss`: what "
-            "the step itself does to inputs or loss is not in them. Move it there if scores are to see it.",
+            "%s overrides `training_step`, but scores are measured with `_prepare_inputs` and `compute_loss`. They do "
+            "not include what the step itself does to inputs or loss. Move it to these methods if they should.",
             type(trainer).__name__,
         )
 
 
 def _warn_of_nothing(config: RelocationConfig, state: TrainerState) -> None:
-    """Say so where no prompt can move before the end."""
+    """Warn if no prompt can move before the end."""
     every = config.relocate_every
     if every == "epoch" and state.num_train_epochs >= sys.maxsize:  # data of unknown length
         logger.warning(
-            "Prompts move between epochs, but how long one is cannot be told. Set `relocate_every` to steps."
+            "Prompts move between epochs, but the length of an epoch is not known. Set `relocate_every` to a number "
+            "of steps."
         )
         return
     period = 1 / max(state.num_train_epochs, 1) if every == "epoch" else int(every) / state.max_steps
     if config.warmup_epochs * period >= 1.0 - config.settle:
         logger.warning(
             "No prompt will move: the first relocation comes after %.0f %% of the training, and nothing moves in its "
-            "last part (`settle=%g`). Train for more epochs, or set `settle` or `relocate_every` lower.",
+            "last part (`settle=%g`). Train for more epochs, or lower `settle` or `relocate_every`.",
             *(100 * config.warmup_epochs * period, config.settle),
         )
 
 
 @contextmanager
 def _before_training(config: RelocationConfig, doing: str) -> Iterator[None]:
-    """Name the setting that asks for what fails here."""
+    """On an error, name the setting that asks for what failed."""
     try:
         yield
     except Exception as error:

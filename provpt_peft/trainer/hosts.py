@@ -1,4 +1,4 @@
-"""The one place that reaches into the Trainer, which shows itself to no callback."""
+"""The one place that reaches into the Trainer, which does not pass itself to callbacks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import Trainer
 
 
 def calling_trainer() -> Trainer:
-    """The Trainer that is calling us; `ValueError` if none is. No event passes it: it is found on the call stack."""
+    """The Trainer that is calling us, found on the call stack, since no event passes it. `ValueError` if none is."""
     frame = inspect.currentframe()
     while frame is not None:
         caller = frame.f_locals.get("self")
@@ -18,16 +18,16 @@ def calling_trainer() -> Trainer:
             return caller
         frame = frame.f_back
     raise ValueError(
-        "RelocationTrainerCallback works inside a `transformers.Trainer`, but something else calls it. Use a "
-        "`Relocator` in other training loops."
+        "RelocationTrainerCallback must be called by a `transformers.Trainer`, but something else called it. Use a "
+        "`Relocator` in a custom training loop."
     )
 
 
 def training_loss(trainer: Trainer, model: torch.nn.Module, batch: Any) -> torch.Tensor:
-    """The loss of a batch as a training step of the Trainer computes it: prepared, and by its own loss, with label
-    smoothing or whatever a subclass does."""
+    """The loss of a batch as the Trainer's training step computes it: on prepared inputs, with the Trainer's own loss,
+    including label smoothing and what a subclass does."""
     inputs = trainer._prepare_inputs(batch)
     count = trainer._get_num_items_in_batch([inputs], trainer.args.device)
     with trainer.compute_loss_context_manager():
-        # It takes the labels out of what it is given.
+        # `compute_loss` may pop the labels from its inputs.
         return trainer.compute_loss(model, inputs, num_items_in_batch=count)

@@ -1,4 +1,4 @@
-"""The distribution of prompts over blocks, for those reporters of the Trainer that draw histograms."""
+"""The distribution of prompts over blocks, for the Trainer's reporters that draw histograms."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 
 NAME = "relocation/distribution"
 
-# Reporters that take histograms of counts and edges, and where they keep their package.
+# Reporters that take histograms as counts and edges, and the attribute with their package.
 _PACKAGES = {"WandbCallback": "_wandb", "TrackioCallback": "_trackio"}
 
 
 def report_distribution(reporters: Iterable[Any], counts: Sequence[int], step: int) -> None:
-    """Give TensorBoard, Weights & Biases and Trackio a histogram of the prompts in each of the L blocks at a step.
-    Others among the Trainer's callbacks are left alone."""
+    """Send TensorBoard, Weights & Biases and Trackio a histogram of the prompts in each of the L blocks at a step.
+    The Trainer's other callbacks are ignored."""
     edges = [block + 0.5 for block in range(len(counts) + 1)]
     for reporter in reporters:
         name = type(reporter).__name__

@@ -66,7 +66,7 @@ def test_adding_takes_prompts_from_the_reserve():
 
 def test_adding_needs_a_reserve():
     model = tiny.prompted(tiny.make("vit"))
-    with pytest.raises(ValueError, match=r"prompts of a reserve to blocks, but the adapter has none\. Make it with"):
+    with pytest.raises(ValueError, match=r"from a reserve to blocks, but the adapter has no reserve\. Create it with"):
         Relocator(model, RelocationConfig.preset("adding"), score_batches=batches())
     model.base_model.move_prompt(0, 0)
     Relocator(model, RelocationConfig.preset("adding"), score_batches=batches())

@@ -183,7 +183,7 @@ def test_a_loss_that_is_none_fails_before_the_first_step(compute_loss, message):
 
 @pytest.mark.parametrize("given", [batches(1)[0], torch.zeros(2, 3, 32, 32)])
 def test_one_batch_is_no_list_of_batches(given):
-    with pytest.raises(ValueError, match=r"must be a list of batches or a loader, got a \w+, as of one batch"):
+    with pytest.raises(ValueError, match=r"must be a list of batches or a loader, got a \w+, which is a single batch"):
         Relocator(prompted()[0], score_batches=given)
 
 
@@ -197,7 +197,7 @@ def test_a_state_of_another_policy_is_refused():
     model, _ = prompted()
     _, ppo = relocator_of(model)
     _, thompson = relocator_of(model, allocator="thompson")
-    with pytest.raises(ValueError, match="of its own policy, Thompson, got that of a PPOAllocation"):
+    with pytest.raises(ValueError, match="for the same policy, Thompson, got one for PPOAllocation"):
         thompson.load_state_dict(ppo.state_dict())
 
 
@@ -310,7 +310,7 @@ def test_objects_are_recorded_by_name():
     assert (settings["idleness"], settings["allocator"]) == ("MadeUp", "Chooses")
     json.dumps(settings)
     with pytest.raises(
-        ValueError, match="`idleness` must be one of fisher, taylor, exact, or a function of a Measurem"
+        ValueError, match="`idleness` must be one of fisher, taylor, exact, or a function that takes a Measurem"
     ):
         RelocationConfig(**settings)
 
@@ -408,7 +408,8 @@ def test_model_without_adapter():
 
 
 @pytest.mark.parametrize(
-    ("given", "got"), [({}, "got none"), ({"score_batches": iter([])}, "got a list_iterator, which can be read once")]
+    ("given", "got"),
+    [({}, "got none"), ({"score_batches": iter([])}, "got a list_iterator, which can be read only once")],
 )
 def test_without_score_batches(given, got):
     with pytest.raises(
@@ -432,7 +433,7 @@ def test_measuring_while_another_adapter_is_active():
     relocator = Relocator(model, score_batches=batches())
     model.add_adapter("other", ProVPTConfig(num_prompts=2))
     model.set_adapter("other")
-    with pytest.raises(ValueError, match=r"which must be 'default', got 'other'\. Activate it before"):
+    with pytest.raises(ValueError, match=r"which must be 'default', got 'other'\. Activate it first"):
         relocator.measure()
     model.set_adapter("default")
     with model.disable_adapter(), pytest.raises(ValueError, match="which must be 'default', got None"):
