@@ -147,8 +147,8 @@ def _record(record: Any, num_blocks: int) -> Relocation:
     largest = {"epoch": math.inf, "prompt": math.inf, "from_block": num_blocks, "block": num_blocks}
     for name, last in largest.items():
         value = values.get(name)
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if (value is not None or name == "epoch") and not (whole and 0 <= value <= last):
+        whole = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= last
+        if (value is not None or name == "epoch") and not whole:
             rule = f"a whole number from 0 to {last}" if last < math.inf else "a whole number of at least 0"
             raise ValueError(f"`{name}` of a relocation must be {rule}, got {value!r:.80}. Leave `training` out.")
     for name in ("idleness", "idleness_stderr", "loss_before", "loss_after", "reward"):
