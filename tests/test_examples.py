@@ -21,7 +21,10 @@ from transformers import AutoModelForImageClassification, ViTImageProcessor
 
 from examples import dinov2_small
 from examples import finetune_image_classification as classification
-from provpt_peft import load_image_classifier
+from examples.research import tasks
+from examples.research.ceiling import Together
+from examples.research.common import fit, make_optimizer
+from provpt_peft import ProVPTConfig, load_image_classifier
 
 
 ROOT = Path(__file__).parent.parent
@@ -524,6 +527,32 @@ def test_ceiling_runs_the_best_on_fresh_seeds(run_script, tmp_path, checkpoint):
     run_script(*arguments, "--report")
     with Image.open(tmp_path / "distributions.png") as picture:
         assert picture.width > 300
+
+
+def test_trained_together_is_trained_alone():
+    """The ceiling's runs share a batch. Prompts and heads are those of separate runs, each with its own clipping."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(20, 3, 32, 32, generator=generator, dtype=torch.double)
+    train = tasks.Split(images, torch.randint(3, (20,), generator=generator))
+    schedule = dict(epochs=2, seed=0, batch_size=8, cosine=True)
+
+    def alone(counts):
+        base = tiny.make("vit").double()
+        torch.manual_seed(5)
+        model = get_peft_model(base, ProVPTConfig(num_prompts=counts, modules_to_save=["classifier"]))
+        fit(model, make_optimizer(model, 0.1, 0.01), train, **schedule, max_grad_norm=0.01)
+        head = model.base_model.model.classifier.modules_to_save["default"]
+        return [model.base_model.prompts(), head.weight, head.bias]
+
+    all_counts = [[1, 1, 1, 1], [0, 4, 0, 0], [3, 0, 0, 1]]
+    together = Together(tiny.make("vit").double(), all_counts, seed=5)
+    optimizer = make_optimizer(together, 0.1, 0.01)
+    optimizer.register_step_pre_hook(lambda *_: together.clip_gradients(0.01))
+    fit(together, optimizer, train, **schedule)
+    for name, counts in zip(together.names, all_counts, strict=True):
+        head = together.model.base_model.model.classifier.modules_to_save[name]
+        found = [together.model.base_model.prompts(name), head.weight, head.bias]
+        torch.testing.assert_close(found, alone(counts), rtol=0, atol=1e-6)
 
 
 VTAB_METHODS = (

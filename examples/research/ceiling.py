@@ -1,12 +1,14 @@
 """What is a distribution of the prompts worth? Accuracy with fixed ones: the uniform one, and random ones beside it.
 
-    python -m examples.research.ceiling                   # runs what is missing: 800 short ones, then the fresh seeds'
+    python -m examples.research.ceiling                   # runs what is missing: 800, then the fresh seeds'
     python -m examples.research.ceiling --budgets 12 --tasks location
     python -m examples.research.ceiling --report          # prints the tables and draws the picture of what is there
 
 Each budget has 24 distributions, the same for all tasks and seeds: a bump somewhere in the backbone, wide or narrow,
 with noise (`random_counts`). Nothing moves in training. The best tenth by validation accuracy over two seeds is then
-run against the uniform one on other seeds and their images. Each run is one line of the results file.
+run against the uniform one on other seeds and their images. The distributions of a task, budget and seed are trained
+together: one pass through the frozen backbone serves all of them, which halves the time. Each run is one line of the
+results file, and all lines of those that are trained together are written at their end.
 """
 
 from __future__ import annotations
@@ -15,16 +17,17 @@ import itertools
 import math
 import statistics
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from peft import get_peft_model
 from scipy.stats import spearmanr
 from tqdm.auto import tqdm
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 
 from provpt_peft import ProVPTConfig
 from provpt_peft.optimizer import HEAD_LR, prompts_lr
@@ -81,26 +84,79 @@ def distributions(budget: int, args: Namespace) -> dict[str, list[int]]:
     }
 
 
-def run(task_name: str, budget: int, name: str, seed: int, args: Namespace) -> dict[str, Any]:
-    """Train and test once. Returns the line of the results; accuracies in percent."""
-    counts = distributions(budget, args)[name]
+class Together(torch.nn.Module):
+    """Several adapters of one backbone, trained on the same batches, each with its own prompts and head.
+
+    The loss is the sum of theirs, no trained tensor belongs to two of them, and gradients are clipped adapter by
+    adapter. So each is trained as if it were alone.
+
+    Args:
+        base: The backbone with a new head. It has to be deterministic in training mode.
+        counts: Prompts in each block, for each adapter. All adapters draw theirs with the same seed.
+        seed: That seed.
+    """
+
+    def __init__(self, base: PreTrainedModel, counts: Sequence[Sequence[int]], seed: int) -> None:
+        super().__init__()
+        self.names = [f"adapter{number}" for number in range(len(counts))]
+        for name, of_adapter in zip(self.names, counts, strict=True):
+            torch.manual_seed(seed)
+            config = ProVPTConfig(num_prompts=list(of_adapter), modules_to_save=["classifier"])
+            if name == self.names[0]:
+                self.model = get_peft_model(base, config, adapter_name=name)
+            else:
+                self.model.add_adapter(name, config)
+        # PEFT trains the active adapter only.
+        parameters = {tuple(name.split(".")): parameter for name, parameter in self.model.named_parameters()}
+        self.trained = {name: [p for path, p in parameters.items() if name in path] for name in self.names}
+        for parameter in itertools.chain(*self.trained.values()):
+            parameter.requires_grad_(True)
+        self.eval()
+
+    def train(self, mode: bool = True) -> Together:
+        """Stay in eval mode, as batches of several adapters have to be."""
+        return super().train(False)
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
+        """The sum of all adapters' mean losses, as `loss`."""
+        images = pixel_values.repeat(len(self.names), 1, 1, 1)
+        adapters = [name for name in self.names for _ in labels]
+        logits = self.model(pixel_values=images, adapter_names=adapters).logits
+        loss = torch.nn.functional.cross_entropy(logits, labels.repeat(len(self.names)), reduction="sum")
+        return SimpleNamespace(loss=loss / len(labels))
+
+    def clip_gradients(self, max_norm: float) -> None:
+        """Clip the gradients of each adapter to a norm."""
+        for parameters in self.trained.values():
+            torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+
+
+def run(task_name: str, budget: int, names: Sequence[str], seed: int, args: Namespace) -> list[dict[str, Any]]:
+    """Train and test some distributions. Returns their lines of the results; accuracies in percent."""
     task = tasks.load(task_name, args.image_size, args.train_images, args.validation_images, seed)
     data_hash = tasks.data_hash(task)
     refuse_other_images(task_name, seed, data_hash, args)
-    base = make_base(task.num_labels, seed, args.model_name_or_path)
-    torch.manual_seed(seed)
-    model = get_peft_model(base, ProVPTConfig(num_prompts=counts, modules_to_save=["classifier"]))
+    counts = [distributions(budget, args)[name] for name in names]
+    together = Together(make_base(task.num_labels, seed, args.model_name_or_path), counts, seed)
     learning_rate = prompts_lr(budget / args.num_blocks)
-    optimizer = make_optimizer(model, learning_rate, HEAD_LR)
-    loss = fit(model, optimizer, task.train, args.epochs, seed, **PROMPTS.schedule())
-    return {
-        "suite": "ceiling", "task": task_name, "budget": budget, "distribution": name, "counts": counts, "seed": seed,
-        **protocol(args), "learning_rate": learning_rate,
-        "train_loss": loss,
-        "validation_accuracy": 100 * tasks.evaluate(model, task.validation)[1],
-        "test_accuracy": 100 * tasks.evaluate(model, task.test)[1],
-        "data_hash": data_hash, "date": str(date.today()), "torch": torch.__version__,
-    }  # fmt: skip
+    optimizer = make_optimizer(together, learning_rate, HEAD_LR)
+    schedule = PROMPTS.schedule()
+    max_grad_norm = schedule.pop("max_grad_norm")
+    optimizer.register_step_pre_hook(lambda *_: together.clip_gradients(max_grad_norm))
+    fit(together, optimizer, task.train, args.epochs, seed, **schedule)
+
+    lines = []
+    for adapter, name, of_name in zip(together.names, names, counts, strict=True):
+        together.model.set_adapter(adapter)
+        splits = (task.train, task.validation, task.test)
+        (train_loss, _), (_, validation), (_, test) = [tasks.evaluate(together.model, split) for split in splits]
+        lines.append({
+            "suite": "ceiling", "task": task_name, "budget": budget, "distribution": name, "counts": of_name,
+            "seed": seed, **protocol(args), "learning_rate": learning_rate, "train_loss": train_loss,
+            "validation_accuracy": 100 * validation, "test_accuracy": 100 * test,
+            "data_hash": data_hash, "date": str(date.today()), "torch": torch.__version__,
+        })  # fmt: skip
+    return lines
 
 
 def protocol(args: Namespace) -> dict[str, Any]:
@@ -142,15 +198,16 @@ class Results:
         ranked = sorted(accuracies, key=lambda name: statistics.mean(accuracies[name]), reverse=True)
         return ranked[: math.ceil(BEST * len(ranked))]
 
-    def missing(self, task: str, budget: int, fresh: bool) -> Iterator[tuple[str, int, str, int]]:
-        """The runs of a task and budget that are still to be made: the search's, or those on the fresh seeds."""
-        names = distributions(budget, self.args) if not fresh else [UNIFORM, *self.best(task, budget)]
+    def missing(self, task: str, budget: int, fresh: bool) -> Iterator[tuple[str, int, list[str], int]]:
+        """The runs of a task and budget that are still to be made: the search's, or those on the fresh seeds. Those
+        that share a seed come together."""
+        names = list(distributions(budget, self.args)) if not fresh else [UNIFORM, *self.best(task, budget)]
         if fresh and len(names) == 1:
             return
         for seed in self.args.fresh_seeds if fresh else self.args.seeds:
-            for name in names:
-                if (task, budget, name, seed) not in self.lines:
-                    yield task, budget, name, seed
+            there = [name for name in names if (task, budget, name, seed) not in self.lines]
+            if there:
+                yield task, budget, there, seed
 
 
 def first_block(counts: list[int]) -> float:
@@ -261,7 +318,7 @@ def main() -> None:
         for fresh in (False, True):
             wanted = [key for task in args.tasks for key in Results(args).missing(task, budget, fresh)]
             for key in tqdm(wanted, desc=f"{budget} prompts, {'fresh seeds' if fresh else 'search'}"):
-                append_lines(args.output, [run(*key, args)])
+                append_lines(args.output, run(*key, args))
     print_table(Results(args))
     if args.report:
         draw(Results(args), args.pictures / "distributions.png")
