@@ -189,7 +189,7 @@ def parse() -> tuple[DataArguments, FineTuningArguments]:
     parser = HfArgumentParser(
         (DataArguments, FineTuningArguments),
         description=__doc__.splitlines()[0],
-        usage="%(prog)s --model_name_or_path … (--dataset_name … | --image_folder …) [options], see --help",
+        usage="%(prog)s --model_name_or_path … (--dataset_name … | --train_dir …) [options], see --help",
     )
     parser.set_defaults(
         output_dir="outputs",

@@ -84,44 +84,34 @@ class ProVPTConfig(PeftConfig):
     """Configuration of relocatable deep visual prompts.
 
     Args:
-        num_prompts (`int` or `list[int]`, defaults to 10):
-            Prompts per block at the start of training: one number for all blocks (VPT-Deep), or a list of L numbers,
-            one per block. The paper uses 1 to 200 per block; 10 is a good first try. The sum over blocks is the
-            paper's budget N (Sec. 3.1), which relocation never changes.
-        reserve (`int`, defaults to 0):
-            Additional prompts that start in no block. They cost nothing until relocation adds them
+        num_prompts: Prompts per block at the start of training: one number for all blocks (VPT-Deep), or a list of L
+            numbers, one per block. The paper uses 1 to 200 per block; 10 is a good first try. The sum over blocks is
+            the paper's budget N (Sec. 3.1), which relocation never changes.
+        reserve: Additional prompts that start in no block. They cost nothing until relocation adds them
             (`RelocationConfig.preset("adding")`).
-        prompt_dropout (`float`, defaults to 0.0):
-            Dropout rate in [0, 1) on the entries of the prompts, independent for each image, in training only. The
-            paper uses 0.1 (Tab. i, "drop rate"). In short training it costs accuracy, and it makes each step slower.
-        backbone_dropout (`bool`, defaults to False):
-            Whether dropout, drop path and other randomness of the frozen backbone stay on in training. VPT trains with
-            a deterministic backbone.
-        shallow (`bool`, defaults to False):
-            VPT-Shallow: `num_prompts` prompts in total, which enter the first block as tokens, pass through all blocks
-            and are dropped after the last. They do not move. Needs a vision transformer without windows and without
-            masks or biases tied to the image size. Hidden states between the blocks start with the prompt tokens.
-        modules_to_save (`list[str]`, *optional*):
-            Modules that are trained in full and saved with the adapter, usually the new head: `["classifier"]`.
-        backbone (`dict`, *optional*):
-            Description of a backbone outside the known families, as keyword arguments of
-            [`~provpt_peft.config.BackboneFamily`].
-        id2label (`dict[int, str]`, *optional*):
-            Label names. By default taken from the image classifier's own config when the adapter is saved.
-        problem_type (`str`, *optional*):
-            Kind of labels of an image classifier, in transformers' terms: `"regression"`,
+        prompt_dropout: Dropout rate in [0, 1) on the entries of the prompts, independent for each image, in training
+            only. The paper uses 0.1 (Tab. i, "drop rate"). In short training it costs accuracy, and it makes each
+            step slower.
+        backbone_dropout: Whether dropout, drop path and other randomness of the frozen backbone stay on in training.
+            VPT trains with a deterministic backbone.
+        shallow: VPT-Shallow: `num_prompts` prompts in total, which enter the first block as tokens, pass through all
+            blocks and are dropped after the last. They do not move. Needs a vision transformer without windows and
+            without masks or biases tied to the image size. Hidden states between the blocks start with the prompt
+            tokens.
+        modules_to_save: Modules that are trained in full and saved with the adapter, usually the new head:
+            `["classifier"]`.
+        backbone: Description of a backbone outside the known families, as keyword arguments of
+            [`BackboneFamily`][provpt_peft.config.BackboneFamily].
+        id2label: Label names. By default taken from the image classifier's own config when the adapter is saved.
+        problem_type: Kind of labels of an image classifier, in transformers' terms: `"regression"`,
             `"single_label_classification"` or `"multi_label_classification"`. Default as for `id2label`.
-        training (`dict`, *optional*):
-            Record of the adapter's training, for its model card and figures: `relocation`, the relocation settings;
-            `history`, the records of the relocations; `epochs`; `metrics`, the metrics of the last evaluation. Filled
-            in by the relocator and its callback.
-        image_size (`list[int]`, *optional*):
-            Height and width in pixels of the last images that the adapter was trained on. Filled in by training.
-            `load_image_classifier` compares it with what the image processor makes.
-        num_blocks (`int`, *optional*):
-            L, the number of the model's blocks. Filled in when the adapter is added to a model.
-        provpt_version (`str`, *optional*):
-            The version of this package that made the config. Filled in automatically.
+        training: Record of the adapter's training, for its model card and figures: `relocation`, the relocation
+            settings; `history`, the records of the relocations; `epochs`; `metrics`, the metrics of the last
+            evaluation. Filled in by the relocator and its callback.
+        image_size: Height and width in pixels of the last images that the adapter was trained on. Filled in by
+            training. `load_image_classifier` compares it with what the image processor makes.
+        num_blocks: L, the number of the model's blocks. Filled in when the adapter is added to a model.
+        provpt_version: The version of this package that made the config. Filled in automatically.
 
     Raises:
         ValueError: If a value is out of its range. Whether `num_prompts` fits the backbone is checked when the

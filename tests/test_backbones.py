@@ -235,7 +235,7 @@ def test_backbone_inside_another_model(kind):
 @pytest.mark.parametrize(
     ("config", "parameters"),
     [
-        # Ten prompts a block: 10 * L * D.
+        # Ten prompts per block: 10 * L * D.
         (transformers.ViTConfig(), 10 * 12 * 768),
         (transformers.ViTConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16), 10 * 24 * 1024),
         (

@@ -461,7 +461,7 @@ def test_offline_suite_chooses_rates_and_compares_numbers_of_prompts(run_script,
     output = run_script(*arguments, "--seeds", 0, "--num_prompts", 1, "--methods", "vpt-deep", "pro-vpt-default")
     first, second = (line for line in read_results(tmp_path)[6:] if line["method"] == "vpt-deep")
     at_one = second if second["validation_accuracy"] > first["validation_accuracy"] else first
-    assert "| task | method | 1 a block | 2 a block | spread |" in output
+    assert "| task | method | 1 per block | 2 per block | spread |" in output
     one, two = at_one["test_accuracy"], at_two["vpt-deep"]["test_accuracy"]
     assert f"| digits | vpt-deep | {one:.2f} (1) | {two:.2f} (1) | {abs(one - two) / 2**0.5:.2f} |" in output
     with Image.open(tmp_path / "robustness.png") as picture:
@@ -616,7 +616,7 @@ def test_vtab_and_fgvc_on_a_miniature_copy_of_their_layout(run_script, tmp_path,
         best = max(search, key=lambda line: line["validation_accuracy"])
         assert first["base_lr"] == second["base_lr"] == best["base_lr"]
         assert (first["seed"], second["seed"]) == (0, 1)
-        # VPT's own batch is 128 below 100 prompts a block, PRO-VPT's is 64.
+        # VPT's own batch is 128 below 100 prompts per block, PRO-VPT's is 64.
         constant = method.startswith("pro-vpt") or method == "vpt-deep-constant"
         assert first["batch_size"] == (64 if constant else 128)
         assert f"\n| {method} |" in output

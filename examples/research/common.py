@@ -113,7 +113,7 @@ def starting_prompts(
         strategy: `"B"` begins with more prompts, so many that the budget is left after pruning; `"adding"` with fewer,
             by one for each epoch in which one may be added, at most half. All others begin with the budget; a name
             that ends in `first-last`, as in `"vpt-deep-1-4"`, with all of it in these blocks, counted from 1.
-        num_prompts: The budget: prompts a block.
+        num_prompts: The budget: prompts per block.
         num_blocks: Blocks of the backbone.
         epochs: Epochs of the run.
         prune_share: The share that (A) and (B) prune.

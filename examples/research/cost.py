@@ -4,7 +4,7 @@
     python -m examples.research.cost --report --num_prompts 10 100   # a summary of all, the tables of these
     python -m examples.research.cost --shapes swin-tiny --num_prompts 10 100
 
-The contenders of a cell (a shape and a number of prompts a block) take turns in one run, in train mode with the
+The contenders of a cell (a shape and a number of prompts per block) take turns in one run, in train mode with the
 default prompt dropout (none since version 0.2). Medians are stored, a line for each contender, so a run that was
 stopped goes on where it was. Absolute times depend on the machine: the figures to compare are the ratios to the floor
 and to prepended tokens.
@@ -223,7 +223,7 @@ def measure(shape: str, num_prompts: int, args: argparse.Namespace) -> Iterator[
     steps: dict[str, list[float]] = {name: [] for name in found}
     relocations: dict[str, list[float]] = {name: [] for name in relocated}
     latencies: dict[str, list[float]] = {name: [] for name in found}
-    for _ in tqdm(range(args.rounds), desc=f"{shape}, {num_prompts} prompts a block: steps"):
+    for _ in tqdm(range(args.rounds), desc=f"{shape}, {num_prompts} prompts per block: steps"):
         for name, contender in found.items():
             steps[name].append(seconds_of(contender.step, device))
         for name, contender in relocated.items():
@@ -235,7 +235,7 @@ def measure(shape: str, num_prompts: int, args: argparse.Namespace) -> Iterator[
             if isinstance(tuner, ProVPTModel):
                 serving.enter_context(tuner.kept_keys())
             contender.infer()  # warm-up
-        for _ in tqdm(range(10 * args.rounds), desc=f"{shape}, {num_prompts} prompts a block: latency"):
+        for _ in tqdm(range(10 * args.rounds), desc=f"{shape}, {num_prompts} prompts per block: latency"):
             for name, contender in found.items():
                 latencies[name].append(seconds_of(contender.infer, device))
 
@@ -269,7 +269,7 @@ def summarize(lines: list[dict[str, Any]]) -> None:
     """Print one row for each run: PRO-VPT over the floor, prepended tokens and LoRA, and an epoch with a relocation
     over the same steps without it."""
     header = [
-        "shape", "px, batch, device, threads, rounds", "prompts a block", "step / floor", "with relocation / floor",
+        "shape", "px, batch, device, threads, rounds", "prompts per block", "step / floor", "with relocation / floor",
         "/ prepended", "/ LoRA", "/ without", "peak / floor", "/ prepended", "latency / floor",
     ]  # fmt: skip
     print(f"| {' | '.join(header)} |\n|{' --- |' * len(header)}")
@@ -313,8 +313,8 @@ def report(path: Path, pictures: Path, num_prompts: Sequence[int]) -> None:
                 continue
             floor, oracle = cell[FLOOR], cell[PREPENDED]
             print(
-                f"\n{shape}, {size} px, batch {batch}, {number} prompts a block, {device}, {threads} threads, median "
-                f"of {floor['rounds']} ({run[:10]})\n\n| | ms a step | / floor | / prepended | images / s | peak "
+                f"\n{shape}, {size} px, batch {batch}, {number} prompts per block, {device}, {threads} threads, "
+                f"median of {floor['rounds']} ({run[:10]})\n\n| | ms a step | / floor | / prepended | images / s | peak "
                 "MB | / floor | / prepended | latency ms | / floor | file kB | trainable |\n|" + " --- |" * 12
             )
             for name, line in cell.items():
@@ -349,7 +349,7 @@ def draw(lines: list[dict[str, Any]], title: str, path: Path) -> None:
         axis.set_xscale("log")
         axis.set_xticks(sorted(floor), [str(number) for number in sorted(floor)])
         axis.minorticks_off()
-        axis.set_xlabel("prompts a block")
+        axis.set_xlabel("prompts per block")
         axis.set_ylabel(f"{label} / frozen backbone's")
     axes[0].legend(fontsize=8)
     figure.suptitle(title, fontsize=10)

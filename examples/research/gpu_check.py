@@ -46,7 +46,7 @@ from .common import make_vit
 from .prepended import prepend_prompts
 
 
-# Width, blocks and heads; image and patch size; prompts a block; images.
+# Width, blocks and heads; image and patch size; prompts per block; images.
 SHAPES = {
     "tiny": ((32, 4, 2), (16, 4), 3, 4),
     "vit-small": (cost.VIT_SHAPES["vit-small"], (224, 16), 10, 8),
@@ -171,7 +171,7 @@ def check_parity(shape: str, device: str) -> Iterator[Row]:
 
 
 def check_cost(shape: str, device: str, batch_size: int = 32, rounds: int = 20) -> Iterator[Row]:
-    """Ratios of a training step's time and peak memory, at 10 and 100 prompts a block."""
+    """Ratios of a training step's time and peak memory, at 10 and 100 prompts per block."""
     if shape not in cost.SHAPES or device == "mps":
         reason = "MPS tells neither" if device == "mps" else f"{shape} is too small for them to mean anything"
         yield Row("cost", "time and peak memory", "", "", f"not run: {reason}")
@@ -185,7 +185,7 @@ def check_cost(shape: str, device: str, batch_size: int = 32, rounds: int = 20) 
         for metric, what in (("step_seconds", "step"), ("peak_memory_bytes", "peak memory")):
             for other in (cost.FLOOR, cost.PREPENDED):
                 ratio = lines[cost.DEFAULT][metric] / lines[other][metric]
-                setting = f"{shape}, {number} prompts a block, with relocation / {other}"
+                setting = f"{shape}, {number} prompts per block, with relocation / {other}"
                 yield Row(f"cost, {what}", setting, f"{ratio:.2f}", "", MEASURED)
 
 

@@ -82,7 +82,7 @@ class Recipe:
 
 # One rate for all that is trained, as version 0.1 had it.
 FIRST = Recipe((1e-3, 3e-3), None, warmup=0.0, prompt_dropout=PAPER_DROPOUT, batch_size=32, max_grad_norm=None)
-# Each method's own, from recipes.py. The prompts' rate is that of 5 a block, see `recipe_of`.
+# Each method's own, from recipes.py. The prompts' rate is that of 5 per block, see `recipe_of`.
 PROMPTS = Recipe((PROMPTS_LR,), batch_size=8)
 LORA = Recipe((3e-3,))
 LORA_8 = Recipe((1e-3, 3e-3))
@@ -90,7 +90,7 @@ HEAD = Recipe((3e-3, 1e-2), head_learning_rate=None)
 
 
 def recipe_of(method: str, name: str, num_prompts: int) -> Recipe:
-    """A method's recipe by name, `"first"` or `"own"`, for a number of prompts a block.
+    """A method's recipe by name, `"first"` or `"own"`, for a number of prompts per block.
 
     Raises:
         ValueError: If a method has no recipe of its own.

@@ -11,7 +11,7 @@ of its own. Each method has its own recipe, see `recipe_of`; `--recipe first` is
 Where a recipe has several learning rates, the first seed runs them all, its validation accuracy chooses one for each
 method and task (and the share that (A) and (B) prune), and the other seeds run that one. Every line has its run's test
 accuracy, but nothing is chosen by it, and the tables show the chosen runs only: one for `--num_prompts`, and one of
-the accuracy over all numbers of prompts a block whose grid is complete, which is drawn as well.
+the accuracy over all numbers of prompts per block whose grid is complete, which is drawn as well.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def compare_numbers(args: argparse.Namespace) -> None:
             drawn[task] = methods, numbers, common
     if not drawn:
         return
-    header = ["task", "method", *(f"{n} a block" for n in counts), "spread"]
+    header = ["task", "method", *(f"{n} per block" for n in counts), "spread"]
     print(f"\n| {' | '.join(header)} |\n|{' --- |' * len(header)}")
     figure, axes = plt.subplots(1, len(drawn), figsize=(4.5 * len(drawn), 3.4), squeeze=False)
     for axis, (task, (methods, numbers, seeds)) in zip(axes[0], drawn.items(), strict=True):
@@ -186,7 +186,7 @@ def compare_numbers(args: argparse.Namespace) -> None:
         axis.set_xscale("log")
         axis.set_xticks(numbers, [str(n) for n in numbers])
         axis.minorticks_off()
-        axis.set_xlabel("prompts a block")
+        axis.set_xlabel("prompts per block")
         axis.set_ylabel("test accuracy (%)")
         axis.set_title(task, fontsize=10)
     axes[0][0].legend(fontsize=8)

@@ -2,7 +2,7 @@
 
     python -m examples.research.overheads
 
-Prints medians in milliseconds and draws a relocation over the number of prompts (ViT-B, from 25 to 1600 a block), as
+Prints medians in milliseconds and draws a relocation over the number of prompts (ViT-B, from 25 to 1600 per block), as
 `docs/images/overheads.png`. `--huge` runs one training step of a ViT-H shape in bfloat16 with 200 prompts in each of
 its 32 blocks (about 5 GB).
 """
@@ -66,7 +66,7 @@ def switch_ms(rounds: int) -> float:
 
 
 def load_ms(rounds: int) -> tuple[float, float]:
-    """Loading an adapter of 100 prompts a block into a model, and reading its file alone."""
+    """Loading an adapter of 100 prompts per block into a model, and reading its file alone."""
     with tempfile.TemporaryDirectory() as folder:
         get_peft_model(make_vit(*VIT_B), ProVPTConfig(num_prompts=100)).save_pretrained(folder)
         models = [make_vit(*VIT_B) for _ in range(rounds + 1)]
@@ -134,11 +134,11 @@ def main() -> None:
     print(f"| `import provpt_peft` after `import peft` | {import_ms(args.rounds):.0f} |")
     print(f"| `get_peft_model`, ViT-B | {wrap_ms(args.rounds):.1f} |")
     print(f"| `set_adapter` | {switch_ms(args.rounds):.2f} |")
-    print(f"| `PeftModel.from_pretrained`, ViT-B, 100 prompts a block | {load:.1f} |")
+    print(f"| `PeftModel.from_pretrained`, ViT-B, 100 prompts per block | {load:.1f} |")
     print(f"| reading that file alone | {read:.1f} |")
     relocations = {number: relocation_ms(number, args.rounds) for number in NUM_PROMPTS}
     for number, (median, slowest) in relocations.items():
-        print(f"| a relocation, {number} prompts a block; the slowest | {median:.1f}; {slowest:.1f} |")
+        print(f"| a relocation, {number} prompts per block; the slowest | {median:.1f}; {slowest:.1f} |")
 
     figure, axis = plt.subplots(figsize=(5, 3.4))
     axis.plot(NUM_PROMPTS, [median for median, _ in relocations.values()], marker="o", label="median")
@@ -146,7 +146,7 @@ def main() -> None:
     axis.set_xscale("log", base=2)
     axis.set_xticks(NUM_PROMPTS, [str(number) for number in NUM_PROMPTS])
     axis.set_ylim(bottom=0)
-    axis.set_xlabel("prompts a block, 12 blocks of width 768")
+    axis.set_xlabel("prompts per block, 12 blocks of width 768")
     axis.set_ylabel("a relocation without scoring (ms)")
     axis.legend(fontsize=8)
     figure.tight_layout()

@@ -4,8 +4,8 @@
     python -m examples.research.serving --report                     # the tables
     python -m examples.research.serving --shapes vit-base --tasks 8
 
-In the first table batches of 32 images are of 1, 8 or 32 tasks, each an adapter with 10 prompts a block and a head, or
-LoRA of rank 8 in queries and values with a head. The contenders take turns in one run; medians are stored. `mixed` is
+In the first table batches of 32 images are of 1, 8 or 32 tasks, each an adapter with 10 prompts per block and a head,
+or LoRA of rank 8 in queries and values with a head. The contenders take turns in one run; medians are stored. `mixed` is
 one batch with `adapter_names`, `one by one` a batch for each adapter with `set_adapter`; `uneven` adapters have other
 numbers of prompts in each block, so rows are filled up and masked.
 

@@ -61,7 +61,7 @@ from .methods import (
 )
 
 
-# Classes, test images, and the prompts a block that VPT lists. The names are those of the common folders.
+# Classes, test images, and the prompts per block that VPT lists. The names are those of the common folders.
 VTAB: dict[str, dict[str, tuple[int, int, int]]] = {
     "natural": {
         "cifar": (100, 10000, 10),
@@ -282,7 +282,7 @@ def tasks_of(suite: str) -> list[str]:
 
 
 def specification(suite: str, task: str) -> tuple[int, int, int]:
-    """Classes, test images, prompts a block."""
+    """Classes, test images, prompts per block."""
     return next(of[task] for of in SUITES[suite].values() if task in of)
 
 
@@ -417,7 +417,7 @@ def main() -> None:
     parser.add_argument("--weight_decays", nargs="+", type=float, default=WEIGHT_DECAYS, help="default: the paper's 4")
     parser.add_argument("--prune_shares", nargs="+", type=float, default=PRUNE_SHARES, help="default: 0.1 to 0.9")
     parser.add_argument("--normalization", choices=NORMALIZATIONS, default="inception", help="default: inception")
-    parser.add_argument("--num_prompts", type=int, help="prompts a block (default: VPT's for each task)")
+    parser.add_argument("--num_prompts", type=int, help="prompts per block (default: VPT's for each task)")
     parser.add_argument("--workers", type=int, default=4, help="threads that read images (default: 4)")
     parser.add_argument("--any_size", action="store_true", help="take splits of other sizes than the paper's")
     args = parser.parse_args()

@@ -35,7 +35,8 @@ _NOT_FINITE = "The loss or a score was not finite: no prompt was moved and no re
 class Relocator:
     """Relocates the prompts of a PROVPT model while it trains, in a custom training loop.
 
-    With the Hugging Face Trainer use [`~provpt_peft.RelocationTrainerCallback`], which calls this class.
+    With the Hugging Face Trainer use [`RelocationTrainerCallback`][provpt_peft.RelocationTrainerCallback], which calls
+    this class.
 
     Args:
         model: A model with a PROVPT adapter, or a wrapper of one. The prompts of the currently active adapter move.

@@ -48,9 +48,10 @@ def load_image_classifier(
         model's), and the name of each class.
 
     Raises:
-        ValueError: If the files of the adapter (see [`check_adapter`]) or of its image processor are broken, if its
-            folder has no image processor and the base model's makes images of another size than it was trained on, if
-            its base model is not known, or if its head and the base model have different numbers of classes.
+        ValueError: If the files of the adapter (see [`check_adapter`][provpt_peft.check_adapter]) or of its image
+            processor are broken, if its folder has no image processor and the base model's makes images of another
+            size than it was trained on, if its base model is not known, or if its head and the base model have
+            different numbers of classes.
         OSError: If the base model is neither a folder nor can be had from the Hub.
 
     Example:

@@ -41,7 +41,7 @@ def standardised(*values):
 
 
 def spread_out(worth):
-    """Two prompts a block with scores of minus `worth`, the first of which is to be moved."""
+    """Two prompts per block with scores of minus `worth`, the first of which is to be moved."""
     blocks = torch.arange(1, len(worth) + 1).repeat(2)
     return state_of(0, -torch.tensor(worth).repeat(2), blocks, len(worth))
 
