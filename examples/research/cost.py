@@ -314,8 +314,8 @@ def report(path: Path, pictures: Path, num_prompts: Sequence[int]) -> None:
             floor, oracle = cell[FLOOR], cell[PREPENDED]
             print(
                 f"\n{shape}, {size} px, batch {batch}, {number} prompts per block, {device}, {threads} threads, "
-                f"median of {floor['rounds']} ({run[:10]})\n\n| | ms a step | / floor | / prepended | images / s | peak "
-                "MB | / floor | / prepended | latency ms | / floor | file kB | trainable |\n|" + " --- |" * 12
+                f"median of {floor['rounds']} ({run[:10]})\n\n| | ms a step | / floor | / prepended | images / s | "
+                "peak MB | / floor | / prepended | latency ms | / floor | file kB | trainable |\n|" + " --- |" * 12
             )
             for name, line in cell.items():
                 figures = [f"{1000 * line['step_seconds']:.0f}"]

@@ -4,12 +4,12 @@
     python -m examples.research.serving --report                     # the tables
     python -m examples.research.serving --shapes vit-base --tasks 8
 
-In the first table batches of 32 images are of 1, 8 or 32 tasks, each an adapter with 10 prompts per block and a head,
-or LoRA of rank 8 in queries and values with a head. The contenders take turns in one run; medians are stored. `mixed` is
-one batch with `adapter_names`, `one by one` a batch for each adapter with `set_adapter`; `uneven` adapters have other
-numbers of prompts in each block, so rows are filled up and masked.
+The first table is of batches of 32 images from 1, 8 or 32 tasks. Each task is an adapter with a head: 10 prompts per
+block, or LoRA of rank 8 in queries and values. The contenders take turns in one run; medians are stored. `mixed` is one
+batch with `adapter_names`, `one by one` a batch for each adapter with `set_adapter`. `uneven` adapters have different
+numbers of prompts in each block, so rows are padded and masked.
 
-In the second one `examples/serve.py` answers `--clients` clients that each send a request when the one before is
+In the second table `examples/serve.py` answers `--clients` clients. Each sends a request when its last one has been
 answered, from the same machine, which computes for both.
 """
 
