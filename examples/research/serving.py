@@ -5,7 +5,7 @@
     python -m examples.research.serving --shapes vit-base --tasks 8
 
 The first table is of batches of 32 images from 1, 8 or 32 tasks. Each task is an adapter with a head: 10 prompts per
-block, or LoRA of rank 8 in queries and values. The contenders take turns in one run; medians are stored. `mixed` is one
+block, or LoRA of rank 8 in queries and values. The contenders take turns in one run; medians are stored. `mixed` is a
 batch with `adapter_names`, `one by one` a batch for each adapter with `set_adapter`. `uneven` adapters have different
 numbers of prompts in each block, so rows are padded and masked.
 
