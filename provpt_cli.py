@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -46,13 +47,19 @@ def main(arguments: list[str] | None = None) -> int:
         command.set_defaults(function=function)
     plot = commands.choices["plot"]
     plot.add_argument("-o", "--output", type=Path, required=True, help="picture to write, such as out.png")
-    kinds = "prompts by block, prompts over time, or idleness over time (default: over time if recorded)"
+    kinds = (
+        "prompts by block, prompts over time, or idleness over time: how much lower the loss would be without a "
+        "block's prompts, on average (default: over time if recorded)"
+    )
     plot.add_argument("--kind", choices=("auto", "blocks", "time", "idleness"), default="auto", help=kinds)
     options = parser.parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # terminals that cannot print the bars
     try:
         options.function(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # a reader such as `head` has closed the pipe; Python would flush once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, ImportError, OSError) as error:
         from provpt_peft.records import printable
 
@@ -78,7 +85,7 @@ def _show(options: argparse.Namespace) -> None:
         "labels": f"{len(labels)}: {named}" if labels else "none",
         "prompts": f"{sum(counts)} in {where}" + (f", {undistributed} in none" if undistributed else ""),
         "parameters": f"{parameters:,} that were trained",
-        "relocations": f"{run.num_moves} moves in {run.epochs} {run.periods}" if run.epochs else "not known",
+        "relocations": run.moves if run.epochs else "none recorded",
         "made with": f"provpt_peft {config.provpt_version}",
     }
     rows |= {name: f"{value:g}" for name, value in run.metrics.items()}

@@ -194,6 +194,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("adapter", help="folder that save_pretrained wrote, or Hub id")
     parser.add_argument("images", nargs="+", help="image files or URLs")
+    parser.add_argument("--base_model", help="folder or Hub id of the base model (default: what the adapter names)")
     parser.add_argument("-o", "--output", type=Path, required=True, help="picture to write, such as maps.png")
     parser.add_argument(
         "--of",
@@ -202,11 +203,11 @@ def main() -> None:
         help="where the class token looks, or each prompt's share of the attention (default: maps)",
     )
     options = parser.parse_args()
-    model, image_processor, _ = load_image_classifier(options.adapter)
+    model, image_processor, _ = load_image_classifier(options.adapter, options.base_model)
     images = [load_image(image) for image in options.images]
     pixel_values = image_processor(images, return_tensors="pt")["pixel_values"]
     if options.of == "maps":
-        figure = plot_attention_maps({"PRO-VPT": model}, pixel_values)
+        figure = plot_attention_maps({"last block's attention": model}, pixel_values)
     else:
         figure = plot_prompt_attention(model, pixel_values=pixel_values)
     figure.savefig(options.output, dpi=150)

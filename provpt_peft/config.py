@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar
@@ -259,11 +260,18 @@ class ProVPTConfig(PeftConfig):
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
         """Write `adapter_config.json` as PEFT does, and update the model card if the adapter's tensors are in the same
-        folder."""
+        folder. A base model in a local folder is named by its absolute path, so that it is found from any folder."""
+        config: Any = self  # PEFT's fields are not typed
+        config.base_model_name_or_path = absolute(config.base_model_name_or_path)
         super().save_pretrained(save_directory, **kwargs)
         # `PeftModel.save_pretrained` writes its card and the tensors first and the config last: all files exist now.
         if ProVPTConfig.after_save is not None:
             ProVPTConfig.after_save(save_directory, self, kwargs.get("auto_mapping_dict"))
+
+
+def absolute(base_model: str | None) -> str | None:
+    """The absolute path of a base model in a local folder; any other name as it is."""
+    return os.path.abspath(base_model) if base_model and os.path.isdir(base_model) else base_model
 
 
 def make_plain(config: Any, cls: type) -> None:

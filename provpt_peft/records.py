@@ -67,6 +67,13 @@ class Run:
         return f"periods of {every} steps" if isinstance(every, int) else "epochs"
 
     @property
+    def moves(self) -> str:
+        """The number of moves and of epochs or periods, in words."""
+        moves = "1 move" if self.num_moves == 1 else f"{self.num_moves} moves"
+        periods = self.periods.replace("periods", "period").replace("epochs", "epoch")
+        return f"{moves} in {self.epochs} {periods if self.epochs == 1 else self.periods}"
+
+    @property
     def choices(self) -> list[Relocation]:
         """The records of the relocations that gave a prompt to a block, its own or another."""
         return [record for record in self.history if record.prompt is not None]

@@ -29,7 +29,7 @@ def test_show(adapter, capsys):
     assert found["prompts"] == "12 in 4 blocks, 2 in none"
     # Prompts 14 * 32, head 32 * 3 + 3.
     assert found["parameters"] == "547 that were trained"
-    assert found["relocations"] == "not known"
+    assert found["relocations"] == "none recorded"
     bars = [line for line in lines if line.startswith("block")]
     assert [line.count("█") for line in bars] == [2, 3, 3, 4]
     assert [line.split()[-1] for line in bars] == ["2", "3", "3", "4"]
@@ -130,3 +130,11 @@ def test_help(capsys):
         provpt_cli.main(["--help"])
     assert stopped.value.code == 0
     assert "provpt plot ADAPTER" in capsys.readouterr().out
+
+
+def test_a_reader_that_has_enough(adapter):
+    command = [sys.executable, "-W", "ignore", "-m", "provpt_cli", "show", str(adapter)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert (process.stderr.read(), process.wait()) == (b"", 0)
+    process.stderr.close()

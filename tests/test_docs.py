@@ -48,7 +48,7 @@ def checkpoints(tmp_path):
     save_file(tensors, tmp_path / "vit" / "model.safetensors", metadata={"format": "pt"})
     tiny.make("swin", num_labels=5).save_pretrained(tmp_path / "swin")
     tiny.make("dinov2", num_labels=10).save_pretrained(tmp_path / "dinov2")
-    for name in ("vit", "swin"):
+    for name in ("vit", "swin", "dinov2"):
         ViTImageProcessor(size={"height": 224, "width": 224}).save_pretrained(tmp_path / name)
     return {VIT: str(tmp_path / "vit"), SWIN: str(tmp_path / "swin"), DINOV2: str(tmp_path / "dinov2")}
 

@@ -180,7 +180,7 @@ def test_a_run_of_very_many_periods(tmp_path):
         assert relocator.run().epochs == epochs
         model.save_pretrained(tmp_path)
         if epochs:
-            assert f"1 moves in {epochs} periods of 1 steps" in (tmp_path / "README.md").read_text()
+            assert f"1 move in {epochs} periods of 1 steps" in (tmp_path / "README.md").read_text()
         assert provpt_cli.main(["show", str(tmp_path)]) == 0
         assert sum(bar.get_height() for bar in figures.plot_distribution(tmp_path).axes[0].containers[0]) == 12
         for plot in (figures.plot_distribution_over_time, figures.plot_idleness):

@@ -207,8 +207,8 @@ def _section(
         changed = {name: value for name, value in run.settings.items() if value != default.get(name)}
         settings = _code(json.dumps(changed)[1:-1]) if changed else "the default"
         parts.append(
-            f"The prompts were relocated while they were trained: {run.num_moves} moves in {run.epochs} "
-            f"{run.periods}, with the settings of `RelocationConfig` ({settings})."
+            f"The prompts were relocated while they were trained: {run.moves}, with the settings of "
+            f"`RelocationConfig` ({settings})."
         )
     if run.metrics:
         metrics = [f"| {_code(name.removeprefix('eval_'))} | {value:.4g} |" for name, value in run.metrics.items()]

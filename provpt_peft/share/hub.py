@@ -52,7 +52,7 @@ def load_image_classifier(
             processor are broken, if its folder has no image processor and the base model's makes images of another
             size than it was trained on, if its base model is not known, or if its head and the base model have
             different numbers of classes.
-        OSError: If the base model is neither a folder nor can be had from the Hub.
+        OSError: If the base model is not a complete model in a folder and cannot be downloaded from the Hub.
 
     Example:
         ```python
@@ -92,8 +92,9 @@ def load_image_classifier(
         base, loading_info = AutoModelForImageClassification.from_pretrained(name, **settings)
     except OSError as error:
         raise OSError(
-            f"{folder / CONFIG_NAME}: the base model must be a folder or a Hub id, got {name!r}, which is no complete "
-            f"model in {os.getcwd()} and cannot be had from the Hub. Pass its folder as `base_model`. ({error})"
+            f"{folder / CONFIG_NAME}: the base model must be a Hub id or an existing folder, got {name!r}, which is "
+            "not a complete model here and cannot be downloaded. Pass the base model that the adapter was trained "
+            f"with as `base_model`. ({error})"
         ) from error
     _check_head(folder, name, base, tensors, loading_info)
 

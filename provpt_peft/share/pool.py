@@ -16,7 +16,7 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..config import ProVPTConfig
+from ..config import ProVPTConfig, absolute
 from ..model import ProVPTModel
 from ..prompts import PromptBank, check_prompts, read_blocks
 from .files import BANK, PROMPT_BLOCKS, PROMPTS, is_head, read_adapter
@@ -142,8 +142,8 @@ class ClassifierPool:
         """
         folder = local_folder(adapter, self._download)
         config, tensors, _ = read_adapter(folder)
-        base = (config.base_model_name_or_path, config.revision or self._revision)
-        if not same_base and base != (self.base_model, self._revision):
+        base = (absolute(config.base_model_name_or_path), config.revision or self._revision)
+        if not same_base and base != (absolute(self.base_model), self._revision):
             raise ValueError(
                 f"{folder}: the adapter must be for the pool's base model, {self.base_model!r} (revision "
                 f"{self._revision!r}), got one for {base[0]!r} ({base[1]!r}). If they are the same, pass "
