@@ -1,3 +1,4 @@
+import gc
 import importlib
 import os
 import sys
@@ -13,6 +14,11 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # One thread here and in the processes that tests start: `-n 2` fills two cores, and more threads wait for each other.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def pytest_collection_finish():
+    """Full garbage collections, which accelerate asks for often, need not look at the modules again."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

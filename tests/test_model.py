@@ -544,7 +544,7 @@ def test_copies_are_independent():
 # ---- attention implementations --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("implementation", ["eager", "flex_attention"])
+@pytest.mark.parametrize("implementation", ["eager", pytest.param("flex_attention", marks=pytest.mark.slow)])
 def test_attention_implementation_can_be_changed_later(implementation):
     model = trained()
     before = logits(model)
