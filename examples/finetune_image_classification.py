@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -157,8 +158,12 @@ class FineTuningArguments(TrainingArguments):
     head_name: str = field(default="classifier", metadata={"help": "Module of the head, which is fully trained."})
     num_prompts: int = field(default=10, metadata={"help": "Prompts in each block at the start."})
     prompt_dropout: float = field(default=0.0, metadata={"help": "Dropout on the prompts."})
-    lora_rank: int = field(
-        default=1, metadata={"help": "Rank of LoRA. Rank 1 in two modules has as many weights as 4 prompts per block."}
+    lora_rank: int | None = field(
+        default=None,
+        metadata={
+            "help": "Rank of LoRA. Rank 1 in two modules has as many weights as 4 prompts per block. Default: the "
+            "lowest rank with at least as many weights as `--num_prompts`."
+        },
     )
     lora_target_modules: list[str] = field(
         default_factory=lambda: ["q_proj", "v_proj"],
@@ -237,7 +242,7 @@ def check(args: FineTuningArguments, changed: set[str]) -> None:
                 f"`--{name}` applies to {what}, so `--methods` must have {' or '.join(methods)}, got "
                 f"{' '.join(args.methods)}. Leave it out."
             )
-    if args.lora_rank < 1:
+    if args.lora_rank is not None and args.lora_rank < 1:
         raise ValueError(f"`--lora_rank` must be at least 1, got {args.lora_rank}.")
     told = (args.do_train, args.do_eval, args.do_predict)
     if False in told or (any(told) and not args.do_train) or (args.do_eval and args.eval_strategy == "no"):
@@ -383,9 +388,11 @@ def make_model(args: FineTuningArguments, labels: list[str]) -> PreTrainedModel:
 def make_config(method: str, args: FineTuningArguments) -> PeftConfig:
     """The adapter of a method."""
     if method == "lora":
+        # A module of width D has two matrices of D x rank.
+        rank = args.lora_rank or math.ceil(args.num_prompts / (2 * len(args.lora_target_modules)))
         return LoraConfig(
-            r=args.lora_rank,
-            lora_alpha=args.lora_rank,
+            r=rank,
+            lora_alpha=rank,
             target_modules=args.lora_target_modules,
             modules_to_save=[args.head_name],
         )

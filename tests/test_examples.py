@@ -175,7 +175,10 @@ def test_lora_has_the_same_groups_as_prompts(monkeypatch):
     module, args = parsed(monkeypatch, "finetune_image_classification", *options)
     model = get_peft_model(tiny.make("vit"), module.make_config("lora", args))
     inside, head = module.make_optimizer(model, args).param_groups
-    assert {parameter.shape[0] for parameter in inside["params"][::2]} == {1}  # rank
+    # As many weights as 10 prompts per block: 10 * 32 <= 2 modules * 2 matrices * 32 * rank.
+    assert {parameter.shape[0] for parameter in inside["params"][::2]} == {3}
+    _, args = parsed(monkeypatch, "finetune_image_classification", *options, "--lora_rank", "1")
+    assert module.make_config("lora", args).r == 1
     assert (inside["lr"], inside["weight_decay"], head["lr"], head["weight_decay"]) == (2, 0, 3, 4)
     assert len(head["params"]) == 2
 
