@@ -124,7 +124,7 @@ class DetectionArguments(TrainingArguments):
         default_factory=lambda: ["vpt-deep"],
         metadata={"help": "Methods to train, one after the other, and to compare.", "choices": METHODS},
     )
-    num_prompts: int = field(default=10, metadata={"help": "Prompts in each block at the start."})
+    num_prompts: int = field(default=5, metadata={"help": "Prompts in each block at the start."})
     prompt_dropout: float = field(default=0.0, metadata={"help": "Dropout on the prompts."})
     learning_rate: float = field(default=1e-3, metadata={"help": "Learning rate of the prompts."})
     head_learning_rate: float = field(default=3e-4, metadata={"help": "Learning rate of everything else."})

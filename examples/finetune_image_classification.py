@@ -81,7 +81,8 @@ FIXED = {
 }  # fmt: skip
 # Options of some methods only: what they apply to, and these methods.
 OF_METHODS = {
-    **dict.fromkeys(("num_prompts", "prompt_dropout"), ("prompts", PROMPTED)),
+    "num_prompts": ("prompts, and to LoRA of their size", ("lora", *PROMPTED)),
+    "prompt_dropout": ("prompts", PROMPTED),
     **dict.fromkeys(("lora_rank", "lora_target_modules"), ("LoRA", ("lora",))),
     "head_learning_rate": ("a head beside prompts or LoRA", ("lora", "vpt-deep", "pro-vpt")),
     "preset": ("relocation", ("pro-vpt",)),
@@ -162,7 +163,7 @@ class FineTuningArguments(TrainingArguments):
         default=None,
         metadata={
             "help": "Rank of LoRA. Rank 1 in two modules has as many weights as 4 prompts per block. Default: the "
-            "lowest rank with at least as many weights as `--num_prompts`."
+            "lowest rank with at least as many weights as `--num_prompts`, in modules of the backbone's width."
         },
     )
     lora_target_modules: list[str] = field(
@@ -296,6 +297,8 @@ def load_images(args: DataArguments, seed: int) -> datasets.DatasetDict:
         splits["train"], splits["validation"] = train["train"], train["test"]
     elif args.train_val_split != DataArguments.train_val_split:
         raise ValueError("The data set has its own validation split. Leave `--train_val_split` out.")
+    if "test" not in splits and args.max_test_samples is not None:
+        raise ValueError("The data set has no test split. Leave `--max_test_samples` out.")
     return limit(splits, args, seed)
 
 
@@ -505,7 +508,7 @@ def run(method: str, splits: datasets.DatasetDict, data: DataArguments, args: Fi
         "test_accuracy": result.metrics["test_accuracy"] if "test" in images else None,
         "trainable_parameters": trainable,
         "file_bytes": file.stat().st_size,
-        "seconds": seconds,
+        "seconds": seconds if args.resume_from_checkpoint is None else None,
         "epochs": [{"epoch": line["epoch"], "validation_accuracy": line["eval_accuracy"]} for line in epochs],
         "distribution": model.base_model.prompt_distribution() if method in PROMPTED else None,
     }
@@ -562,7 +565,8 @@ def report(rows: list[dict[str, Any]], folder: Path, resumed: bool) -> None:
         accuracies = [row["validation_accuracy"], row["test_accuracy"]]
         cells = (
             row["method"], *("-" if share is None else f"{share:.4f}" for share in accuracies),
-            f"{row['trainable_parameters']:,}", f"{row['file_bytes'] / 1000:,.0f}", f"{row['seconds']:.0f}",
+            f"{row['trainable_parameters']:,}", f"{row['file_bytes'] / 1000:,.0f}",
+            "-" if row["seconds"] is None else f"{row['seconds']:.0f}",
         )  # fmt: skip
         print("".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)))
     if len(rows) > 1 and all(row["epochs"] for row in rows):
@@ -572,7 +576,7 @@ def report(rows: list[dict[str, Any]], folder: Path, resumed: bool) -> None:
         print(
             f"\nWhat next:\n  provpt show {adapter}     # what was learned\n"
             f'  provpt_peft.load_image_classifier("{adapter}")     # in Python: model, image processor, labels\n'
-            f'  provpt_peft.push_to_hub(model, "me/my-adapter")     # share it'
+            f'  provpt_peft.push_to_hub(model, "me/my-adapter", image_processor)     # share it'
         )
 
 

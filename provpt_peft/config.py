@@ -17,8 +17,10 @@ from torch import nn
 from .version import __version__
 
 
-_MOST_BLOCKS = 10_000  # no backbone has more; a file that says so is broken
-_FILLED_IN = ("num_blocks", "id2label", "problem_type", "training")
+# No backbone has more, nor images a longer side; a file that says so is broken.
+_MOST_BLOCKS = 10_000
+_MOST_PIXELS = 10_000
+_FILLED_IN = ("num_blocks", "id2label", "problem_type", "training", "image_size")
 _PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
 
 
@@ -39,7 +41,7 @@ class BackboneFamily:
         block: Class name of the block module. Every module of that class is a block, in forward order.
         attention: Path of the attention module in the block. It calls transformers' attention registry with its own
             `config`, or `own_attention` has a function for it.
-        norm: Path of a norm of the block's width. See `norm_first` for where it is.
+        norm: Path of the norm before the attention. With `norm_first=False`, any norm of the block's width.
         key: Path of the projection that computes the attention's keys from normed tokens.
         value: Path of the projection that computes its values.
         windowed: Whether the attention sees windows (batch size times windows per image) instead of whole images.
@@ -173,8 +175,12 @@ class ProVPTConfig(PeftConfig):
             (
                 "image_size",
                 size is None
-                or (isinstance(size, list) and len(size) == 2 and all(map(_is_count, size)) and min(size)),
-                "a height and a width in pixels",
+                or (
+                    isinstance(size, list)
+                    and len(size) == 2
+                    and all(_is_count(side) and 0 < side <= _MOST_PIXELS for side in size)
+                ),
+                f"a height and a width from 1 to {_MOST_PIXELS} pixels",
                 "Leave it out.",
             ),
             ("modules_to_save", not isinstance(modules, str), "a list of names", f"Give [{modules!r}]."),
@@ -260,9 +266,7 @@ class ProVPTConfig(PeftConfig):
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
         """Write `adapter_config.json` as PEFT does, and update the model card if the adapter's tensors are in the same
-        folder. A base model in a local folder is named by its absolute path, so that it is found from any folder."""
-        config: Any = self  # PEFT's fields are not typed
-        config.base_model_name_or_path = absolute(config.base_model_name_or_path)
+        folder."""
         super().save_pretrained(save_directory, **kwargs)
         # `PeftModel.save_pretrained` writes its card and the tensors first and the config last: all files exist now.
         if ProVPTConfig.after_save is not None:

@@ -52,7 +52,7 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
     """
     was_training: list[Any] = [module for module in model.modules() if module.training]
     checkpointed = [module for module in was_training if getattr(module, "gradient_checkpointing", False)]
-    functions: dict[Any, Any] = {m: getattr(m, "_gradient_checkpointing_func", None) for m in checkpointed}
+    functions = {m: m._gradient_checkpointing_func for m in checkpointed if hasattr(m, "_gradient_checkpointing_func")}
     try:
         model.eval()
         for module, function in functions.items():

@@ -21,7 +21,7 @@ import torch
 
 
 # Removing a key of weight a moves the output by a / (1 - a) times its distance to the key's value. The factor is
-# unbounded although the change is not, so weights are clamped to this.
+# unbounded although the change is not, so in 1 - a, weights are clamped to this.
 MOST_WEIGHT = 0.7
 # Scale of the loss, so that float16 gradients do not vanish. A power of 2 leaves those of other dtypes unchanged.
 SCALE = 2.0**10

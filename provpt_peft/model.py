@@ -18,7 +18,7 @@ from .backbone.checkpointing import CheckpointInputs
 from .backbone.checks import check_modules_to_save, check_new_adapter, check_shallow, check_unadapted, modules_around
 from .backbone.families import find_blocks, resolve
 from .backbone.shallow import ShallowPrompts
-from .config import BackboneFamily, ProVPTConfig
+from .config import BackboneFamily, ProVPTConfig, absolute
 from .evaluation import switch_randomness
 from .mixed import BASE, MixedBatch
 from .prompts import PromptBank, init_bound
@@ -141,6 +141,8 @@ class ProVPTModel(BaseTuner):
                 its blocks, or if the adapter's name cannot be used. The model is then unchanged.
         """
         config = self.peft_config[adapter_name] = self.peft_config[adapter_name].for_a_model()
+        # So that the adapter is loaded from any folder.
+        config.base_model_name_or_path = absolute(config.base_model_name_or_path)
         first = "bank" not in self._modules
         if first:
             check_unadapted(model)
@@ -264,7 +266,7 @@ class ProVPTModel(BaseTuner):
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
         # PEFT calls this around each forward.
         names = kwargs.pop("adapter_names", None)
-        if self.training and not torch.compiler.is_compiling():
+        if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._record_image_size(kwargs.get("pixel_values", args[0] if args else None))
         with self._called(), nullcontext() if names is None else self._mix(names, (*args, *kwargs.values())):
             yield

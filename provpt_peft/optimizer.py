@@ -16,7 +16,7 @@ PROMPTS_LR, HEAD_LR = 3e-3, 1e-3
 
 
 def prompts_lr(prompts_per_block: float) -> float:
-    """The prompts' learning rate for Adam-like optimizers. The more prompts per block has, the more one step on all of
+    """The prompts' learning rate for Adam-like optimizers. The more prompts a block has, the more one step on all of
     them changes the block, so the rate falls with the square root of their number."""
     return PROMPTS_LR * min(1.0, math.sqrt(5 / prompts_per_block))
 

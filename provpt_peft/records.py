@@ -68,14 +68,15 @@ class Run:
 
     @property
     def moves(self) -> str:
-        """The number of moves and of epochs or periods, in words."""
+        """The number of moves, and of epochs or periods, in words."""
         moves = "1 move" if self.num_moves == 1 else f"{self.num_moves} moves"
-        periods = self.periods.replace("periods", "period").replace("epochs", "epoch")
-        return f"{moves} in {self.epochs} {periods if self.epochs == 1 else self.periods}"
+        if (self.epochs, self.periods) == (1, "epochs"):
+            return f"{moves} in 1 epoch"
+        return f"{moves} in {self.epochs} {self.periods}"
 
     @property
     def choices(self) -> list[Relocation]:
-        """The records of the relocations that gave a prompt to a block, its own or another."""
+        """The records of the relocations that chose a prompt."""
         return [record for record in self.history if record.prompt is not None]
 
     @property
@@ -167,7 +168,9 @@ def _record(record: Any, num_blocks: int) -> Relocation:
         raise ValueError(f"`block_idleness` must have a number for each of {num_blocks} blocks, got {means!r:.80}.")
     policy, note = values.get("policy", {}), values.get("note")
     if not (isinstance(policy, dict) and all(isinstance(value, int | float) for value in policy.values())):
-        raise ValueError(f"`policy` of a relocation must map names to numbers, got {policy!r:.80}.")
+        raise ValueError(
+            f"`policy` of a relocation must map names to numbers, got {policy!r:.80}. Leave `training` out."
+        )
     if not isinstance(note, str | None):
-        raise ValueError(f"`note` of a relocation must be text, got {note!r:.80}.")
+        raise ValueError(f"`note` of a relocation must be text, got {note!r:.80}. Leave `training` out.")
     return Relocation(**values)

@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 import transformers
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
@@ -170,6 +170,8 @@ def test_images_of_another_size_than_the_base_model_s(adapter, base, size, fits)
     if size is not None:
         model.train()(pixel_values=torch.randn(1, 3, *size), interpolate_pos_encoding=True)
         # Only training counts.
+        with torch.no_grad():
+            model(pixel_values=torch.randn(1, 3, 48, 48), interpolate_pos_encoding=True)
         model.eval()(pixel_values=torch.randn(1, 3, 48, 48), interpolate_pos_encoding=True)
         model.save_pretrained(adapter)
     if not fits:
@@ -181,6 +183,22 @@ def test_images_of_another_size_than_the_base_model_s(adapter, base, size, fits)
         # With its own image processor there is nothing to guess.
         transformers.ViTImageProcessorPil(size={"height": 16, "width": size[1]}).save_pretrained(adapter)
     load_image_classifier(adapter)
+
+
+def test_an_adapter_without_any_image_processor(adapter, base):
+    (base / "preprocessor_config.json").unlink()
+    with pytest.raises(
+        OSError, match=r"needs an image processor, but its folder has none.* `base_model`, or save .*save_pretrained"
+    ):
+        load_image_classifier(adapter)
+
+
+def test_a_config_of_two_models_keeps_their_image_sizes_apart():
+    config = ProVPTConfig()
+    first, second = (tiny.make("vit") for _ in range(2))
+    get_peft_model(first, config).train()(tiny.images())
+    assert config.image_size == [32, 32]
+    assert get_peft_model(second, config).peft_config["default"].image_size is None
 
 
 def test_a_new_number_of_classes_comes_from_the_adapter(tmp_path, base):
@@ -221,6 +239,7 @@ def test_a_local_base_model_from_another_folder(tmp_path, monkeypatch, base, nam
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path)
     save_adapter("adapter", name)
+    transformers.ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained("adapter")
     pool = provpt_peft.ClassifierPool(name)
     pool.load("flowers", "adapter")
     monkeypatch.chdir(tmp_path / "other")

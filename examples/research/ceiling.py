@@ -7,7 +7,7 @@
 Each budget has 24 distributions, the same for all tasks and seeds: a bump somewhere in the backbone, wide or narrow,
 with noise (`random_counts`). Nothing moves in training. The best tenth by validation accuracy over two seeds is then
 run against the uniform one on other seeds and their images. The distributions of a task, budget and seed are trained
-together: one pass through the frozen backbone serves all of them, which halves the time. Each run is one line of the
+together: their images go through the frozen backbone in one batch, which halves the time. Each run is one line of the
 results file, and all lines of those that are trained together are written at their end.
 """
 
@@ -91,7 +91,7 @@ class Together(torch.nn.Module):
     adapter. So each is trained as if it were alone.
 
     Args:
-        base: The backbone with a new head. It has to be deterministic in training mode.
+        base: The backbone with a new head. It must have no dropout: it stays in eval mode.
         counts: Prompts in each block, for each adapter. All adapters draw theirs with the same seed.
         seed: That seed.
     """
@@ -205,9 +205,9 @@ class Results:
         if fresh and len(names) == 1:
             return
         for seed in self.args.fresh_seeds if fresh else self.args.seeds:
-            there = [name for name in names if (task, budget, name, seed) not in self.lines]
-            if there:
-                yield task, budget, there, seed
+            absent = [name for name in names if (task, budget, name, seed) not in self.lines]
+            if absent:
+                yield task, budget, absent, seed
 
 
 def first_block(counts: list[int]) -> float:

@@ -98,8 +98,10 @@ def plot_distribution(sources: Source | Mapping[str, Source]) -> Figure:
     axes.axhline(mean, color="black", linestyle="--", linewidth=1, label="uniform")
     axes.set(xlabel="block", ylabel="prompts", xlim=(0.4, num_blocks + 0.6))
     axes.set_xticks(range(1, num_blocks + 1))
-    axes.set_ylim(0, 1.25 * axes.get_ylim()[1])  # leaves room for the legend
-    axes.legend(ncols=3, loc="upper right")
+    columns = 3
+    rows = -(-(len(runs) + 1) // columns)
+    axes.set_ylim(0, (1 + 0.12 * rows) * axes.get_ylim()[1])  # leaves room for the legend
+    axes.legend(ncols=columns, loc="upper right")
     return figure
 
 

@@ -85,10 +85,10 @@ def load_image_classifier(
         if config.problem_type is not None:
             settings["problem_type"] = config.problem_type
     settings |= from_pretrained_kwargs
+    image_processor = image_processor_of(folder, name, config, **chosen(settings, "revision"), **download)
+    # Mismatched sizes are checked below, where the adapter's own head is known.
+    settings |= dict(ignore_mismatched_sizes=True, output_loading_info=True)
     try:
-        image_processor = image_processor_of(folder, name, config, **chosen(settings, "revision"), **download)
-        # Mismatched sizes are checked below, where the adapter's own head is known.
-        settings |= dict(ignore_mismatched_sizes=True, output_loading_info=True)
         base, loading_info = AutoModelForImageClassification.from_pretrained(name, **settings)
     except OSError as error:
         raise OSError(
@@ -122,7 +122,15 @@ def image_processor_of(folder: Path, base_model: str, config: ProVPTConfig, **do
             f"{type(error).__name__}: {error}. Save it again with `image_processor.save_pretrained`, or delete "
             f"{_IMAGE_PROCESSOR_NAME} and {_PROCESSOR_NAME} there to use the base model's."
         ) from error
-    image_processor = AutoImageProcessor.from_pretrained(base_model, **download)
+    try:
+        image_processor = AutoImageProcessor.from_pretrained(base_model, **download)
+    except OSError as error:
+        raise OSError(
+            f"{folder}: an adapter needs an image processor, but its folder has none, and that of its base model "
+            f"{base_model!r} cannot be loaded. Pass the base model that the adapter was trained with as `base_model`, "
+            "or save the image processor that you trained with there: `image_processor.save_pretrained(folder)`. "
+            f"({error})"
+        ) from error
     if config.image_size is not None:
         height, width = config.image_size
         made = image_processor(Image.new("RGB", (width, height)), return_tensors="pt")["pixel_values"].shape[-2:]

@@ -138,7 +138,8 @@ class ClassifierPool:
             same_base: Whether its base model is this pool's under another name.
 
         Raises:
-            ValueError: If the adapter's files are broken, or not for this backbone, or without a linear head.
+            ValueError: If the adapter's files are broken, or not for this backbone, or without a linear head, or if
+                its folder has no image processor and the base model's makes images of another size.
         """
         folder = local_folder(adapter, self._download)
         config, tensors, _ = read_adapter(folder)
