@@ -11,7 +11,7 @@ of its own. Each method has its own recipe, see `recipe_of`; `--recipe first` is
 Where a recipe has several learning rates, the first seed runs them all, its validation accuracy chooses one for each
 method and task (and the share that (A) and (B) prune), and the other seeds run that one. Every line has its run's test
 accuracy, but nothing is chosen by it, and the tables show the chosen runs only: one for `--num_prompts`, and one of
-the accuracy over all numbers of prompts per block whose grid is complete, which is drawn as well.
+the accuracy of `--tasks` over all numbers of prompts per block whose grid is complete, which is drawn as well.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def compare_numbers(args: argparse.Namespace) -> None:
     # Of each task: the methods that were run with more than one number, and the numbers and seeds that all of these
     # have. Seeds have their own data, so a spread is over the same ones.
     drawn: dict[str, tuple[list[str], list[int], list[int]]] = {}
-    for task in tasks.TASKS:
+    for task in args.tasks:
         methods = [m for m in COLOURS if sum((task, n, m) in accuracies for n in counts) >= 2]
         numbers = [n for n in counts if methods and all((task, n, m) in accuracies for m in methods)]
         seeds = [set(accuracies[task, n, m]) for n in numbers for m in methods]
