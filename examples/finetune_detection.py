@@ -481,8 +481,7 @@ def run(method: str, args: DetectionArguments) -> dict[str, Any]:
         for record in callback.history:
             if record.note is not None:
                 print(f"after epoch {record.epoch}: {record.note}")
-        moves = sum(record.block != record.from_block for record in callback.history)
-        print(f"{moves} moves; prompts in each block: {backbone.base_model.prompt_distribution()}")
+        print(f"{callback.run().num_moves} moves; prompts in each block: {backbone.base_model.prompt_distribution()}")
     return {
         "method": method,
         "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),

@@ -495,8 +495,7 @@ def run(method: str, splits: datasets.DatasetDict, data: DataArguments, args: Fi
         for record in callback.history:
             if record.note is not None:
                 print(f"after epoch {record.epoch}: {record.note}")
-        moves = sum(record.block != record.from_block for record in callback.history)
-        print(f"{moves} moves; prompts in each block: {model.base_model.prompt_distribution()}")
+        print(f"{callback.run().num_moves} moves; prompts in each block: {model.base_model.prompt_distribution()}")
         if callback.history:
             picture = folder / "distribution_over_time.png"
             figures.plot_distribution_over_time(callback).savefig(picture, dpi=150)

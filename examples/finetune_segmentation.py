@@ -487,8 +487,7 @@ def run(method: str, args: SegmentationArguments) -> dict[str, Any]:
         for record in callback.history:
             if record.note is not None:
                 print(f"after epoch {record.epoch}: {record.note}")
-        moves = sum(record.block != record.from_block for record in callback.history)
-        print(f"{moves} moves; prompts in each block: {model.base_model.prompt_distribution()}")
+        print(f"{callback.run().num_moves} moves; prompts in each block: {model.base_model.prompt_distribution()}")
     test = Scenes(args.data_folder, args.test_split, processor, args)
     # For a ViT the sides must be whole patches; a Swin pads by itself.
     multiple = AutoConfig.from_pretrained(args.model_name_or_path).patch_size if args.head == "setr-pup" else 32

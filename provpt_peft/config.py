@@ -6,7 +6,7 @@ import copy
 import os
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, overload
 
 import numpy as np
 from peft.config import PeftConfig
@@ -17,9 +17,8 @@ from torch import nn
 from .version import __version__
 
 
-# No backbone has more, nor images a longer side; a file that says so is broken.
-_MOST_BLOCKS = 10_000
-_MOST_PIXELS = 10_000
+# No backbone has more blocks, and no image a longer side in pixels; a file that says so is broken.
+_LARGEST = 10_000
 _FILLED_IN = ("num_blocks", "id2label", "problem_type", "training", "image_size")
 _PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
 
@@ -168,19 +167,14 @@ class ProVPTConfig(PeftConfig):
             ("training", isinstance(self.training, dict | None), "a dict that the relocator wrote", "Leave it out."),
             (
                 "num_blocks",
-                blocks is None or (_is_count(blocks) and 0 < blocks <= _MOST_BLOCKS),
-                f"a whole number from 1 to {_MOST_BLOCKS}",
+                blocks is None or _is_size(blocks),
+                f"a whole number from 1 to {_LARGEST}",
                 "Leave it out.",
             ),
             (
                 "image_size",
-                size is None
-                or (
-                    isinstance(size, list)
-                    and len(size) == 2
-                    and all(_is_count(side) and 0 < side <= _MOST_PIXELS for side in size)
-                ),
-                f"a height and a width from 1 to {_MOST_PIXELS} pixels",
+                size is None or (isinstance(size, list) and len(size) == 2 and all(map(_is_size, size))),
+                f"a height and a width from 1 to {_LARGEST} pixels",
                 "Leave it out.",
             ),
             ("modules_to_save", not isinstance(modules, str), "a list of names", f"Give [{modules!r}]."),
@@ -273,6 +267,14 @@ class ProVPTConfig(PeftConfig):
             ProVPTConfig.after_save(save_directory, self, kwargs.get("auto_mapping_dict"))
 
 
+@overload
+def absolute(base_model: str) -> str: ...
+
+
+@overload
+def absolute(base_model: None) -> None: ...
+
+
 def absolute(base_model: str | None) -> str | None:
     """The absolute path of a base model in a local folder; any other name as it is."""
     return os.path.abspath(base_model) if base_model and os.path.isdir(base_model) else base_model
@@ -296,6 +298,10 @@ def plain(value: Any) -> Any:
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_size(value: Any) -> bool:
+    return _is_count(value) and 0 < value <= _LARGEST
 
 
 def _is_share(value: object) -> bool:

@@ -95,7 +95,7 @@ class ClassifierPool:
 
         if capacity < 1:
             raise ValueError(f"`capacity` must be at least 1, got {capacity}. Give the number of tasks to keep.")
-        self.base_model = str(base_model)
+        self.base_model = absolute(str(base_model))
         self.capacity = capacity
         self._find = find
         model = AutoModelForImageClassification.from_pretrained(self.base_model, **from_pretrained_kwargs)
@@ -144,7 +144,7 @@ class ClassifierPool:
         folder = local_folder(adapter, self._download)
         config, tensors, _ = read_adapter(folder)
         base = (absolute(config.base_model_name_or_path), config.revision or self._revision)
-        if not same_base and base != (absolute(self.base_model), self._revision):
+        if not same_base and base != (self.base_model, self._revision):
             raise ValueError(
                 f"{folder}: the adapter must be for the pool's base model, {self.base_model!r} (revision "
                 f"{self._revision!r}), got one for {base[0]!r} ({base[1]!r}). If they are the same, pass "
