@@ -558,7 +558,7 @@ def test_trained_together_is_trained_alone():
     together = Together(tiny.make("vit").double(), all_counts, seed=5)
     optimizer = make_optimizer(together, 0.1, 0.01)
     optimizer.register_step_pre_hook(lambda *_: together.clip_gradients(0.01))
-    fit(together, optimizer, train, **schedule)
+    fit(together, optimizer, train, **schedule, after_epoch=lambda _: together.evaluate(together.names[1], train))
     for name, counts in zip(together.names, all_counts, strict=True):
         head = together.model.base_model.model.classifier.modules_to_save[name]
         found = [together.model.base_model.prompts(name), head.weight, head.bias]

@@ -54,6 +54,8 @@ TASKS = ("location", "count", "distance", "digits")
 BUDGETS = (12, 6, 24, 60)
 COLOURS = (VERMILLION, ORANGE, GREEN, BLUE)
 UNIFORM = "uniform"
+# The epochs after which validation images are looked at too: what a search that drops distributions early would see.
+LOOKS = (4, 8)
 # The share of the distributions that is run on the fresh seeds.
 BEST = 0.1
 
@@ -106,12 +108,15 @@ class Together(torch.nn.Module):
                 self.model = get_peft_model(base, config, adapter_name=name)
             else:
                 self.model.add_adapter(name, config)
-        # PEFT trains the active adapter only.
         parameters = {tuple(name.split(".")): parameter for name, parameter in self.model.named_parameters()}
         self.trained = {name: [p for path, p in parameters.items() if name in path] for name in self.names}
+        self.train_all()
+        self.eval()
+
+    def train_all(self) -> None:
+        """Let all adapters take gradients. PEFT trains the active one only."""
         for parameter in itertools.chain(*self.trained.values()):
             parameter.requires_grad_(True)
-        self.eval()
 
     def train(self, mode: bool = True) -> Together:
         """Stay in eval mode, as batches of several adapters have to be."""
@@ -124,6 +129,12 @@ class Together(torch.nn.Module):
         logits = self.model(pixel_values=images, adapter_names=adapters).logits
         loss = torch.nn.functional.cross_entropy(logits, labels.repeat(len(self.names)), reduction="sum")
         return SimpleNamespace(loss=loss / len(labels))
+
+    def evaluate(self, adapter: str, split: tasks.Split) -> tuple[float, float]:
+        """Mean cross entropy and share of right answers, 0 … 1, of one adapter."""
+        self.model.set_adapter(adapter)
+        self.train_all()
+        return tasks.evaluate(self.model, split)
 
     def clip_gradients(self, max_norm: float) -> None:
         """Clip the gradients of each adapter to a norm."""
@@ -143,16 +154,24 @@ def run(task_name: str, budget: int, names: Sequence[str], seed: int, args: Name
     schedule = PROMPTS.schedule()
     max_grad_norm = schedule.pop("max_grad_norm")
     optimizer.register_step_pre_hook(lambda *_: together.clip_gradients(max_grad_norm))
-    fit(together, optimizer, task.train, args.epochs, seed, **schedule)
+    looks: dict[str, list[dict[str, float]]] = {adapter: [] for adapter in together.names}
 
+    def look(epoch: int) -> None:
+        for adapter in together.names if epoch in LOOKS else ():
+            loss, accuracy = together.evaluate(adapter, task.validation)
+            looks[adapter].append({"epoch": epoch, "validation_loss": loss, "validation_accuracy": 100 * accuracy})
+
+    fit(together, optimizer, task.train, args.epochs, seed, **schedule, after_epoch=look)
     lines = []
     for adapter, name, of_name in zip(together.names, names, counts, strict=True):
-        together.model.set_adapter(adapter)
         splits = (task.train, task.validation, task.test)
-        (train_loss, _), (_, validation), (_, test) = [tasks.evaluate(together.model, split) for split in splits]
+        (train_loss, _), (validation_loss, validation), (_, test) = [
+            together.evaluate(adapter, split) for split in splits
+        ]
         lines.append({
             "suite": "ceiling", "task": task_name, "budget": budget, "distribution": name, "counts": of_name,
             "seed": seed, **protocol(args), "learning_rate": learning_rate, "train_loss": train_loss,
+            "looks": looks[adapter], "validation_loss": validation_loss,
             "validation_accuracy": 100 * validation, "test_accuracy": 100 * test,
             "data_hash": data_hash, "date": str(date.today()), "torch": torch.__version__,
         })  # fmt: skip

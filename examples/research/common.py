@@ -199,15 +199,19 @@ def fit(
     cosine: bool = False,
     warmup: float = 0.0,
     max_grad_norm: float | None = None,
+    after_epoch: Callable[[int], None] | None = None,
 ) -> float:
     """Train, with relocations between the epochs if there is a relocator, at constant rates or with cosine decay after
-    a warm-up over a share of the steps. Returns the last epoch's mean loss."""
+    a warm-up over a share of the steps. `after_epoch` is told the number of each epoch that ends, from 1. Returns the
+    last epoch's mean loss."""
     steps = epochs * -(-len(train) // batch_size)
     scheduler = get_cosine_schedule_with_warmup(optimizer, round(warmup * steps), steps) if cosine else None
     for epoch in range(epochs):
         if relocator is not None:
             relocator.relocate(progress=epoch / epochs)
         loss = train_epoch(model, optimizer, train, 1000 * seed + epoch, batch_size, scheduler, max_grad_norm)
+        if after_epoch is not None:
+            after_epoch(epoch + 1)
     if relocator is not None:
         relocator.finish()
     return loss
