@@ -22,8 +22,9 @@ from transformers import AutoModelForImageClassification, ViTImageProcessor
 from examples import dinov2_small
 from examples import finetune_image_classification as classification
 from examples.research import tasks
-from examples.research.ceiling import Together
 from examples.research.common import fit, make_optimizer
+from examples.research.methods import Recipe
+from examples.research.together import Together
 from provpt_peft import ProVPTConfig, load_image_classifier
 
 
@@ -556,9 +557,12 @@ def test_trained_together_is_trained_alone():
 
     all_counts = [[1, 1, 1, 1], [0, 4, 0, 0], [3, 0, 0, 1]]
     together = Together(tiny.make("vit").double(), all_counts, seed=5)
-    optimizer = make_optimizer(together, 0.1, 0.01)
-    optimizer.register_step_pre_hook(lambda *_: together.clip_gradients(0.01))
-    fit(together, optimizer, train, **schedule, after_epoch=lambda _: together.evaluate(together.names[1], train))
+    recipe = Recipe((), head_learning_rate=0.01, warmup=0.0, batch_size=8, max_grad_norm=0.01)
+
+    def look(epoch):
+        together.evaluate(together.names[1], train)
+
+    together.fit(train, 2, 0, 0.1, recipe, after_epoch=look)
     for name, counts in zip(together.names, all_counts, strict=True):
         head = together.model.base_model.model.classifier.modules_to_save[name]
         found = [together.model.base_model.prompts(name), head.weight, head.bias]

@@ -20,26 +20,21 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from datetime import date
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from peft import get_peft_model
 from scipy.stats import spearmanr
 from tqdm.auto import tqdm
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig
 
-from provpt_peft import ProVPTConfig
-from provpt_peft.optimizer import HEAD_LR, prompts_lr
+from provpt_peft.optimizer import prompts_lr
 
 from ..dinov2_small import prepare
 from . import tasks
 from .common import (
     append_lines,
-    fit,
     images_of,
     make_base,
-    make_optimizer,
     mean_and_error,
     read_lines,
     refuse_other_images,
@@ -48,6 +43,7 @@ from .common import (
 )
 from .methods import PROMPTS
 from .pictures import BLUE, GREEN, ORANGE, VERMILLION, plt, save
+from .together import Together
 
 
 TASKS = ("location", "count", "distance", "digits")
@@ -86,62 +82,6 @@ def distributions(budget: int, args: Namespace) -> dict[str, list[int]]:
     }
 
 
-class Together(torch.nn.Module):
-    """Several adapters of one backbone, trained on the same batches, each with its own prompts and head.
-
-    The loss is the sum of theirs, no trained tensor belongs to two of them, and gradients are clipped adapter by
-    adapter. So each is trained as if it were alone.
-
-    Args:
-        base: The backbone with a new head. It must have no dropout: it stays in eval mode.
-        counts: Prompts in each block, for each adapter. All adapters draw theirs with the same seed.
-        seed: That seed.
-    """
-
-    def __init__(self, base: PreTrainedModel, counts: Sequence[Sequence[int]], seed: int) -> None:
-        super().__init__()
-        self.names = [f"adapter{number}" for number in range(len(counts))]
-        for name, of_adapter in zip(self.names, counts, strict=True):
-            torch.manual_seed(seed)
-            config = ProVPTConfig(num_prompts=list(of_adapter), modules_to_save=["classifier"])
-            if name == self.names[0]:
-                self.model = get_peft_model(base, config, adapter_name=name)
-            else:
-                self.model.add_adapter(name, config)
-        parameters = {tuple(name.split(".")): parameter for name, parameter in self.model.named_parameters()}
-        self.trained = {name: [p for path, p in parameters.items() if name in path] for name in self.names}
-        self.train_all()
-        self.eval()
-
-    def train_all(self) -> None:
-        """Let all adapters take gradients. PEFT trains the active one only."""
-        for parameter in itertools.chain(*self.trained.values()):
-            parameter.requires_grad_(True)
-
-    def train(self, mode: bool = True) -> Together:
-        """Stay in eval mode, as batches of several adapters have to be."""
-        return super().train(False)
-
-    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
-        """The sum of all adapters' mean losses, as `loss`."""
-        images = pixel_values.repeat(len(self.names), 1, 1, 1)
-        adapters = [name for name in self.names for _ in labels]
-        logits = self.model(pixel_values=images, adapter_names=adapters).logits
-        loss = torch.nn.functional.cross_entropy(logits, labels.repeat(len(self.names)), reduction="sum")
-        return SimpleNamespace(loss=loss / len(labels))
-
-    def evaluate(self, adapter: str, split: tasks.Split) -> tuple[float, float]:
-        """Mean cross entropy and share of right answers, 0 … 1, of one adapter."""
-        self.model.set_adapter(adapter)
-        self.train_all()
-        return tasks.evaluate(self.model, split)
-
-    def clip_gradients(self, max_norm: float) -> None:
-        """Clip the gradients of each adapter to a norm."""
-        for parameters in self.trained.values():
-            torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-
-
 def run(task_name: str, budget: int, names: Sequence[str], seed: int, args: Namespace) -> list[dict[str, Any]]:
     """Train and test some distributions. Returns their lines of the results; accuracies in percent."""
     task = tasks.load(task_name, args.image_size, args.train_images, args.validation_images, seed)
@@ -150,10 +90,6 @@ def run(task_name: str, budget: int, names: Sequence[str], seed: int, args: Name
     counts = [distributions(budget, args)[name] for name in names]
     together = Together(make_base(task.num_labels, seed, args.model_name_or_path), counts, seed)
     learning_rate = prompts_lr(budget / args.num_blocks)
-    optimizer = make_optimizer(together, learning_rate, HEAD_LR)
-    schedule = PROMPTS.schedule()
-    max_grad_norm = schedule.pop("max_grad_norm")
-    optimizer.register_step_pre_hook(lambda *_: together.clip_gradients(max_grad_norm))
     looks: dict[str, list[dict[str, float]]] = {adapter: [] for adapter in together.names}
 
     def look(epoch: int) -> None:
@@ -161,7 +97,7 @@ def run(task_name: str, budget: int, names: Sequence[str], seed: int, args: Name
             loss, accuracy = together.evaluate(adapter, task.validation)
             looks[adapter].append({"epoch": epoch, "validation_loss": loss, "validation_accuracy": 100 * accuracy})
 
-    fit(together, optimizer, task.train, args.epochs, seed, **schedule, after_epoch=look)
+    together.fit(task.train, args.epochs, seed, learning_rate, after_epoch=look)
     lines = []
     for adapter, name, of_name in zip(together.names, names, counts, strict=True):
         splits = (task.train, task.validation, task.test)

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import safetensors.torch
 import torch
@@ -188,13 +188,23 @@ def as_batch(part: Split) -> dict[str, torch.Tensor]:
     return {"pixel_values": part.images, "labels": part.labels}
 
 
+class Mover(Protocol):
+    """What `fit` asks to move prompts, as it does a `Relocator`."""
+
+    def relocate(self, progress: float) -> Any:
+        """Called before each epoch, with the share of training that is done."""
+
+    def finish(self) -> Any:
+        """Called after training."""
+
+
 def fit(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     train: Split,
     epochs: int,
     seed: int,
-    relocator: Relocator | None = None,
+    relocator: Mover | None = None,
     batch_size: int = 32,
     cosine: bool = False,
     warmup: float = 0.0,
