@@ -174,7 +174,7 @@ class FineTuningArguments(TrainingArguments):
         default=None,
         metadata={
             "help": "Learning rate of the prompts, of LoRA, or of the head if nothing else is trained. Default: "
-            f"{PROMPTS_LR:g} for prompts, lower with more than 5 per block, and {OTHERS_LR:g} for the others."
+            f"{PROMPTS_LR:g} for 5 prompts per block, lower the more there are, and {OTHERS_LR:g} for the others."
         },
     )
     head_learning_rate: float = field(

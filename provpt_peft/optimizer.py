@@ -11,14 +11,14 @@ from torch import nn
 from .prompts import PromptBank
 
 
-# Rates for Adam-like optimizers, from docs/experiments/recipes.md: for at most 5 prompts per block, and for a head.
+# Rates for Adam-like optimizers, from docs/experiments/recipes.md: for 5 prompts per block, and for a head.
 PROMPTS_LR, HEAD_LR = 3e-3, 1e-3
 
 
 def prompts_lr(prompts_per_block: float) -> float:
     """The prompts' learning rate for Adam-like optimizers. The more prompts a block has, the more one step on all of
     them changes the block, so the rate falls with the square root of their number."""
-    return PROMPTS_LR * min(1.0, math.sqrt(5 / prompts_per_block))
+    return PROMPTS_LR * math.sqrt(5 / prompts_per_block)
 
 
 def create_provpt_optimizer(

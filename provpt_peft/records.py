@@ -25,7 +25,8 @@ class Relocation:
         epoch: Epochs (or periods of `relocate_every` steps) of training before the move.
         prompt: k*, index of the prompt that moved. None if nothing could be decided, see `note`.
         from_block: Block it was pruned from, 1 … L, or 0 if it came from the reserve.
-        block: a*, block it was given to, 1 … L, or 0 if it was pruned for good.
+        block: a*, block it was given to, 1 … L, or 0 if it was pruned for good. If the move was undone, see `note`:
+            the block it came from.
         idleness: Its score when it was pruned, in loss units. None for a prompt from the reserve.
         idleness_stderr: Standard error of that score over images (exact: over batches). None for fewer than two.
         block_idleness: Mean score of each block's prompts at that time, L numbers; None for a block without prompts.
@@ -33,7 +34,7 @@ class Relocation:
         loss_after: The same after the following epoch; None until it is known.
         reward: What the policy learned from the move, in loss units; None until it is known.
         policy: Diagnostics of the policy update that this reward triggered, if any.
-        note: The reason, if nothing was decided or learned.
+        note: The reason, if nothing was decided or learned, or if the move was undone.
     """
 
     epoch: int

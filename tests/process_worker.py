@@ -102,7 +102,7 @@ def make(scenario, folder, batch_size, **arguments):
     model = tiny.prompted(tiny.make("vit"), **settings.get("adapter", {}))
     data = Images(brighter=PartialState().process_index if settings.get("own_images") else 0)
     # A prompt is moved for certain, and the scores are those of all images, unless the scenario says otherwise.
-    relocation = dict(idleness=every_prompt_idle, settle=0.0) | settings.get("relocation", {})
+    relocation = dict(idleness=every_prompt_idle, check_moves=False, settle=0.0) | settings.get("relocation", {})
     callback = RelocationTrainerCallback(relocation)
     epochs = Epochs(callback, data)
     defaults = dict(num_train_epochs=4, learning_rate=1e-2, ddp_find_unused_parameters=False, save_strategy="no")

@@ -62,7 +62,7 @@ def test_after_training(tmp_path, capsys):
     card = (tmp_path / "adapter" / "README.md").read_text()
     assert "![Prompts in each block](distribution.png)" in card
     assert f"{moved} moves in 4 epochs" in card
-    assert '`"idleness": "every_prompt_idle", "settle": 0.0, "score_images": 8`' in card
+    assert '`"idleness": "every_prompt_idle", "check_moves": false, "settle": 0.0, "score_images": 8`' in card
     assert "| `loss` |" in card
     assert (tmp_path / "adapter" / "distribution.png").is_file()
 

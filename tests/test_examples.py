@@ -22,10 +22,10 @@ from transformers import AutoModelForImageClassification, ViTImageProcessor
 from examples import dinov2_small
 from examples import finetune_image_classification as classification
 from examples.research import tasks
-from examples.research.common import fit, make_optimizer
+from examples.research.common import fit, make_optimizer, make_relocator
 from examples.research.methods import Recipe
 from examples.research.together import Together
-from provpt_peft import ProVPTConfig, load_image_classifier
+from provpt_peft import ProVPTConfig, RelocationConfig, load_image_classifier
 
 
 ROOT = Path(__file__).parent.parent
@@ -541,32 +541,76 @@ def test_ceiling_runs_the_best_on_fresh_seeds(run_script, tmp_path, checkpoint):
 
 
 def test_trained_together_is_trained_alone():
-    """The ceiling's runs share a batch. Prompts and heads are those of separate runs, each with its own clipping."""
+    """Runs share a batch. Prompts and heads are those of separate runs, each with its own clipping, rate and moves."""
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(20, 3, 32, 32, generator=generator, dtype=torch.double)
     train = tasks.Split(images, torch.randint(3, (20,), generator=generator))
-    schedule = dict(epochs=2, seed=0, batch_size=8, cosine=True)
+    schedule = dict(epochs=3, seed=0, batch_size=8, cosine=True)
+    moving = RelocationConfig(adjust="random", check_moves=False, settle=0.0, prompts_per_relocation=2)
 
-    def alone(counts):
+    def alone(counts, rate, moves):
         base = tiny.make("vit").double()
         torch.manual_seed(5)
         model = get_peft_model(base, ProVPTConfig(num_prompts=counts, modules_to_save=["classifier"]))
-        fit(model, make_optimizer(model, 0.1, 0.01), train, **schedule, max_grad_norm=0.01)
+        optimizer = make_optimizer(model, rate, 0.01)
+        relocator = make_relocator(moving, model, optimizer, train, seed=6) if moves else None
+        fit(model, optimizer, train, relocator=relocator, **schedule, max_grad_norm=0.01)
         head = model.base_model.model.classifier.modules_to_save["default"]
-        return [model.base_model.prompts(), head.weight, head.bias]
+        return [model.base_model.prompts(), model.base_model.prompt_blocks(), head.weight, head.bias]
 
-    all_counts = [[1, 1, 1, 1], [0, 4, 0, 0], [3, 0, 0, 1]]
+    all_counts = [[1, 1, 1, 1], [0, 4, 0, 0], [3, 0, 0, 1], [1, 1, 1, 1]]
+    rates, movers = [0.1, 0.2, 0.1, 0.1], [False, True, False, True]
     together = Together(tiny.make("vit").double(), all_counts, seed=5)
     recipe = Recipe((), head_learning_rate=0.01, warmup=0.0, batch_size=8, max_grad_norm=0.01)
 
     def look(epoch):
         together.evaluate(together.names[1], train)
 
-    together.fit(train, 2, 0, 0.1, recipe, after_epoch=look)
-    for name, counts in zip(together.names, all_counts, strict=True):
-        head = together.model.base_model.model.classifier.modules_to_save[name]
-        found = [together.model.base_model.prompts(name), head.weight, head.bias]
-        torch.testing.assert_close(found, alone(counts), rtol=0, atol=1e-6)
+    def relocators(optimizer):
+        found = {}
+        for name, moves in zip(together.names, movers, strict=True):
+            if moves:
+                with together.active(name):
+                    found[name] = make_relocator(moving, together.model, optimizer, train, seed=6)
+        return found
+
+    together.fit(train, 3, 0, rates, recipe, movers=relocators, after_epoch=look)
+    tuner = together.model.base_model
+    for name, *run in zip(together.names, all_counts, rates, movers, strict=True):
+        head = tuner.model.classifier.modules_to_save[name]
+        found = [tuner.prompts(name), tuner.prompt_blocks(name), head.weight, head.bias]
+        torch.testing.assert_close(found, alone(*run), rtol=0, atol=1e-6)
+    left = [tuner.prompt_distribution(name) != counts for name, counts in zip(together.names, all_counts, strict=True)]
+    assert left == movers
+
+
+def test_relocators_are_compared_in_pairs(run_script, tmp_path, checkpoint):
+    arguments = (
+        "relocators", "--model_name_or_path", checkpoint, "--tasks", "digits", "--epochs", 3, "--train_images", 32,
+        "--image_size", 32, "--budgets", 8, "--seeds", 1, 2, "--output", tmp_path / "results.jsonl",
+        "--candidates", "uniform", "default", "unchecked", "restart", "uniform at 0.012",
+    )  # fmt: skip
+    output = run_script(*arguments)
+    lines = read_results(tmp_path)
+    assert len(lines) == 10
+    for line in lines:
+        fixed = line["candidate"] in ("uniform", "restart", "uniform at 0.012")
+        assert sum(line["counts"]) == 8
+        assert line["counts"] == [2, 2, 2, 2] or not fixed
+        assert line["learning_rate"] == (0.012 if "at" in line["candidate"] else pytest.approx(3e-3 * 2.5**0.5))
+    by_name = {(line["candidate"], line["seed"]): line for line in lines}
+    uniform, restarted = ([by_name[name, seed]["train_loss"] for seed in (1, 2)] for name in ("uniform", "restart"))
+    assert uniform != restarted
+    for name in ("default", "unchecked", "restart", "uniform at 0.012"):
+        first, second = (by_name[name, s]["test_accuracy"] - by_name["uniform", s]["test_accuracy"] for s in (1, 2))
+        mean = f"{(first + second) / 2:+.1f} ± {abs(first - second) / 2:.1f}"
+        row = next(row for row in output.splitlines() if row.startswith(f"| {name} |"))
+        assert row.endswith(f"| {mean} (2) |")
+        moves = [sum(abs(c - 2) for c in by_name[name, s]["counts"]) / 2 for s in (1, 2)]
+        assert row.startswith(f"| {name} | {sum(moves) / 2:.1f} |")
+    # Nothing is run twice.
+    assert run_script(*arguments) == output
+    assert len(read_results(tmp_path)) == len(lines)
 
 
 VTAB_METHODS = (

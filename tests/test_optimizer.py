@@ -29,7 +29,7 @@ def test_prompts_and_head_have_a_group_each():
 @pytest.mark.parametrize(
     ("settings", "rate"),
     [
-        (dict(num_prompts=1), 3e-3),
+        (dict(num_prompts=1), 3e-3 * 5**0.5),
         (dict(num_prompts=5), 3e-3),
         (dict(num_prompts=20), 1.5e-3),  # four times as many, half of it
         (dict(num_prompts=[0, 70, 0, 9], reserve=1), 1.5e-3),

@@ -27,13 +27,13 @@ def no_prompt_idle(measurement):
 
 
 def every_epoch(**settings):
-    """The default, without a last part in which nothing moves."""
-    return RelocationConfig(**(dict(settle=0.0) | settings))
+    """The default, without a last part in which nothing moves, and with no move undone."""
+    return RelocationConfig(**(dict(check_moves=False, settle=0.0) | settings))
 
 
 def moving(**settings):
     """Settings with which a prompt is given to a block before each epoch but the first, whatever the scores."""
-    return RelocationConfig(**(dict(idleness=every_prompt_idle, settle=0.0) | settings))
+    return RelocationConfig(**(dict(idleness=every_prompt_idle, check_moves=False, settle=0.0) | settings))
 
 
 class Images(torch.utils.data.Dataset):

@@ -50,7 +50,7 @@ from .methods import (
     recipe_of,
     setting_of,
 )
-from .pictures import BLUE, VERMILLION, plt, save
+from .pictures import BLUE, GREEN, VERMILLION, plt, save
 
 
 GROUPS = {
@@ -61,7 +61,7 @@ GROUPS = {
 # What the first seed chooses.
 CHOSEN = ("learning_rate", "prune_share")
 # Methods that are drawn over the number of prompts.
-COLOURS = {"vpt-deep": VERMILLION, "pro-vpt-default": BLUE}
+COLOURS = {"vpt-deep": VERMILLION, "pro-vpt-unchecked": BLUE, "pro-vpt-default": GREEN}
 
 
 def protocol(args: argparse.Namespace) -> dict[str, Any]:

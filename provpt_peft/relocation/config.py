@@ -52,6 +52,9 @@ class RelocationConfig:
             `"random"` prunes random prompts (the paper's Prn1), `"naive_rl"` lets PPO choose the source block as well,
             `"prune"` removes `prune_share` of the prompts once and for good, `"add"` adds prompts from the adapter's
             reserve.
+        check_moves: Whether a move from one block to another is undone at once if the loss on the score images is
+            higher after it, at the cost of a forward pass. The scores are estimates, and a prompt that they call idle
+            may matter, above all where prompts are few.
         prompts_per_relocation: Number of prompts that may move in one relocation, at least 1.
         relocate_every: `"epoch"`, or a number of optimizer steps for large data sets. The callback follows it; in a
             custom training loop, call `relocate` that often.
@@ -70,6 +73,7 @@ class RelocationConfig:
     idleness: str | Callable[..., Any] = "fisher"
     allocator: str | Callable[..., Any] = "ppo"
     adjust: str = "relocate"
+    check_moves: bool = True
     prompts_per_relocation: int = 1
     relocate_every: str | int = "epoch"
     warmup_epochs: int = 1
@@ -90,6 +94,8 @@ class RelocationConfig:
         _check_choice("idleness", self.idleness, IDLENESS, ", or a function that takes a Measurement")
         _check_choice("allocator", self.allocator, ALLOCATORS, ", or a class or function that makes a Policy")
         _check_choice("adjust", self.adjust, ADJUSTMENTS)
+        if not isinstance(self.check_moves, bool):
+            raise ValueError(f"`check_moves` must be True or False, got {self.check_moves!r}.")
         if self.relocate_every != "epoch":
             _check_count("relocate_every", self.relocate_every, "'epoch' or ")
         for name in ("prompts_per_relocation", "warmup_epochs", "score_images"):
@@ -129,7 +135,7 @@ class RelocationConfig:
 IDLENESS = ("fisher", "taylor", "exact")
 ALLOCATORS = ("ppo", "thompson", "greedy", "uniform")
 ADJUSTMENTS = ("relocate", "random", "naive_rl", "prune", "add")
-_PAPER: dict[str, Any] = {"settle": 0.0, "ppo": {"gamma": 1.0, "worth_coef": 0.0}}
+_PAPER: dict[str, Any] = {"check_moves": False, "settle": 0.0, "ppo": {"gamma": 1.0, "worth_coef": 0.0}}
 PRESETS: dict[str, dict[str, Any]] = {
     "default": {},
     "paper": _PAPER | {"idleness": "taylor"},

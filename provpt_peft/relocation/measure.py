@@ -93,6 +93,12 @@ class Measurement:
         self._take_loss(losses, sizes)
         return broadcast(torch.tensor(losses, dtype=torch.float64, device="cpu"), self.device)
 
+    def mean_loss(self) -> float:
+        """The mean loss over the images of all score batches. One forward pass."""
+        self.losses()
+        assert self.loss is not None
+        return self.loss
+
     def _over_batches(self, function: Callable[[Any], T]) -> list[T]:
         """The results of a function on each batch, in eval mode. Random augmentation is the same each time."""
         with in_eval_mode(self.model), fixed_randomness(self.device):

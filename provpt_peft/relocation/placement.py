@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +27,7 @@ def place(
     optimizer: torch.optim.Optimizer | None = None,
     newcomers: Iterable[int] = (),
     generator: torch.Generator | None = None,
-) -> None:
+) -> Callable[[], None]:
     """Move a prompt to another block, where it starts from the mean of the prompts there.
 
     The mean changes the loss less than removing the median prompt does, and learns at its neighbours' rate. The
@@ -44,29 +45,46 @@ def place(
         optimizer: The prompts' optimizer, if there is one.
         newcomers: Prompts that have moved since the last training step.
         generator: Random generator on the CPU, for new random vectors.
+
+    Returns:
+        A function that undoes the move, for as long as no training step has been made.
     """
     reshard(tuner)
     prompts = tuner.prompts(adapter_name)
+    replaced: list[tuple[Any, torch.Tensor]] = []
+
+    def replace(tensor: Any, values: torch.Tensor) -> None:
+        replaced.append((tensor, full_tensor(tensor)[prompt].clone()))
+        write_row(tensor, prompt, values)
+
+    @torch.no_grad()
+    def undo() -> None:
+        reshard(tuner)
+        tuner.move_prompt(prompt, int(blocks[prompt]), adapter_name)
+        for tensor, values in replaced:
+            write_row(tensor, prompt, values)
+
     blocks = tuner.prompt_blocks(adapter_name).cpu()
     residents = (blocks == block).nonzero()[:, 0]
     peers = residents if len(residents) else (blocks != 0).nonzero()[:, 0]
     tuner.move_prompt(prompt, block, adapter_name)
     if block == 0:
-        return
+        return undo
     if len(residents) >= 2 and not set(newcomers).intersection(residents.tolist()):
-        write_row(prompts, prompt, _mean(prompts, residents))
+        replace(prompts, _mean(prompts, residents))
     elif blocks[prompt] == 0:
         bound = tuner.bank.bound
         drawn = torch.empty(prompts.shape[1]).uniform_(-bound, bound, generator=generator)
-        write_row(prompts, prompt, drawn.to(prompts))
+        replace(prompts, drawn.to(prompts))
     for name, moment in (optimizer.state.get(prompts, {}) if optimizer is not None else {}).items():
         # Quantised moments are tensors of other classes, which cannot be indexed.
         if not (type(moment) is torch.Tensor or is_sharded(moment)) or moment.shape != prompts.shape:
             continue
         if name in _FIRST_MOMENTS:
-            write_row(moment, prompt, torch.zeros_like(full_tensor(moment)[prompt]))
+            replace(moment, torch.zeros_like(full_tensor(moment)[prompt]))
         elif name in _SECOND_MOMENTS and len(peers):
-            write_row(moment, prompt, _mean(moment, peers))
+            replace(moment, _mean(moment, peers))
+    return undo
 
 
 def _mean(tensor: nn.Parameter | torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

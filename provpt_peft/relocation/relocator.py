@@ -29,6 +29,7 @@ from .serialization import from_json, to_json
 logger = logging.getLogger(__name__)
 
 _FROZEN = "The prompts were frozen: none was moved."
+_UNDONE = "The loss was higher after this move: it was undone."
 _NOT_FINITE = "The loss or a score was not finite: no prompt was moved and no reward was learned."
 
 
@@ -110,6 +111,7 @@ class Relocator:
         self._pending: list[tuple[Relocation, Action]] = []
         # Within a relocation: the scores, NaN for prompts that have moved to another block.
         self._scores = torch.empty(0)
+        self._default_device = torch.get_default_device()
 
     def relocate(self, progress: float = 0.0) -> list[Relocation]:
         """Reward the last moves, prune the most idle prompts and allocate them.
@@ -159,14 +161,14 @@ class Relocator:
                 f"Activate it first: model.set_adapter({self.adapter_name!r}). If it was deleted, make a "
                 "new `Relocator` for another."
             )
-        batches = self.score_batches if batches is None else batches
-        measurement = Measurement(self.model, self.tuner, self.adapter_name, batches, self.compute_loss)
+        measurement = self._measurement(batches)
         score = SCORES[self.config.idleness] if isinstance(self.config.idleness, str) else self.config.idleness
         idleness = score(measurement)
-        if measurement.loss is None:
-            measurement.losses()
-        assert measurement.loss is not None
-        return idleness, measurement.loss
+        return idleness, measurement.loss if measurement.loss is not None else measurement.mean_loss()
+
+    def _measurement(self, batches: Iterable[Any] | None = None) -> Measurement:
+        batches = self.score_batches if batches is None else batches
+        return Measurement(self.model, self.tuner, self.adapter_name, batches, self.compute_loss)
 
     def run(self) -> Run:
         """The record of the run so far, for pictures and the model card."""
@@ -190,6 +192,7 @@ class Relocator:
                 record.note = _NOT_FINITE
             self._pending = []
             return []
+        self._default_device = torch.get_default_device()
         with torch.device("cpu"):
             self._reward(loss)
             return self._adjust(idleness, loss) if move else []
@@ -228,11 +231,9 @@ class Relocator:
                 loss_before=loss,
             )
             if action.block != relocation.from_block:
-                place(self.tuner, self.adapter_name, prompt, action.block, self.optimizer, newcomers, self.generator)
-                self._scores[prompt] = math.nan  # the score was for the old block
-                newcomers.add(prompt)
-            # A prompt that was removed for good has no action to reward.
-            if action.block:
+                loss = self._move(relocation, loss, newcomers)
+            # A prompt that was removed for good, or a move that was undone, has no reward.
+            if action.block and relocation.note is None:
                 self._pending.append((relocation, action))
             moves.append(relocation)
         self.history += moves
@@ -242,6 +243,24 @@ class Relocator:
             details = {name: first[of] for name, of in names.items() if first[of] is not None}
             self.metrics |= {"moves": len(moves)} | details
         return moves
+
+    def _move(self, relocation: Relocation, loss: float, newcomers: set[int]) -> float:
+        """Make the move of a record, and undo it if `check_moves` finds that the loss has risen. Returns the loss."""
+        prompt, block = relocation.prompt, relocation.block
+        assert prompt is not None
+        assert block is not None
+        undo = place(self.tuner, self.adapter_name, prompt, block, self.optimizer, newcomers, self.generator)
+        if self.config.check_moves and relocation.from_block and block:
+            with self._default_device:
+                after = self._measurement().mean_loss()
+            if not after <= loss:  # nor if it is not a number
+                undo()
+                relocation.block, relocation.note = relocation.from_block, _UNDONE
+                return loss
+            loss = after
+        self._scores[prompt] = math.nan  # the score was for the old block
+        newcomers.add(prompt)
+        return loss
 
     def most_idle(self, idleness: Idleness) -> Moves:
         """Algo. 1: the most idle prompts whose score is above 0, each with the block that the policy chooses."""

@@ -31,7 +31,7 @@ def test_relocating_strategies_keep_the_budget(name):
     assert sum(tuner.prompt_distribution()) == 12
     moves = [record for record in relocator.history if record.prompt is not None]
     assert [record.epoch for record in moves] == [1, 2, 3]
-    assert all(math.isfinite(record.reward) for record in moves)
+    assert all(math.isfinite(record.reward) for record in moves if record.note is None)
     json.dumps([asdict(record) for record in relocator.history])
 
 
@@ -119,7 +119,9 @@ def test_every_score_with_every_allocator(idleness, allocator):
         found.score = found.score.abs() + 1e-6
         return found
 
-    config = RelocationConfig(idleness=score, allocator=allocator, prompts_per_relocation=2, settle=0.0)
+    config = RelocationConfig(
+        idleness=score, allocator=allocator, check_moves=False, prompts_per_relocation=2, settle=0.0
+    )
     tuner, relocator = run(config, epochs=3)
     assert sum(tuner.prompt_distribution()) == 12
     assert len(relocator.history) == 4

@@ -246,7 +246,7 @@ def test_nothing_is_measured_where_neither_a_move_nor_a_reward_hangs_on_it():
         measurement.loss = 1.0
         return Idleness(torch.ones(12).double(), torch.zeros(12).double())
 
-    config = RelocationConfig(idleness=score, settle=0.5, warmup_epochs=2)
+    config = RelocationConfig(idleness=score, check_moves=False, settle=0.5, warmup_epochs=2)
     relocator = Relocator(prompted()[0], config, score_batches=[{}])
     for epoch in range(8):
         relocator.relocate(progress=epoch / 8)
