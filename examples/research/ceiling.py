@@ -128,8 +128,9 @@ class Results:
         self.lines = {
             (line["task"], line["budget"], line["distribution"], line["seed"]): line
             for line in read_lines(args.output, {"suite": "ceiling"} | protocol(args))
-            # Other releases of PyTorch may draw other distributions.
+            # Other releases of PyTorch may draw other distributions, and the rate's rule may change.
             if line["counts"] == distributions(line["budget"], args).get(line["distribution"])
+            and line["learning_rate"] == prompts_lr(line["budget"] / args.num_blocks)
         }
 
     def values(self, task: str, budget: int, seeds: list[int], metric: str) -> dict[str, list[float]]:
