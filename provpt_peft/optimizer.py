@@ -21,6 +21,11 @@ def prompts_lr(prompts_per_block: float) -> float:
     return PROMPTS_LR * math.sqrt(5 / prompts_per_block)
 
 
+def _per_block(blocks: list[int]) -> float:
+    """The number of prompts, the reserve included, over the number of blocks that have any."""
+    return len(blocks) / max(len(set(blocks) - {0}), 1)
+
+
 def create_provpt_optimizer(
     model: nn.Module,
     optimizer_cls: type[torch.optim.Optimizer],
@@ -41,8 +46,8 @@ def create_provpt_optimizer(
         model: A model with a PROVPT adapter.
         optimizer_cls: Class of the optimizer, such as `torch.optim.AdamW`. It must support parameter groups (LBFGS
             does not) and 1-D parameters (Muon does not).
-        lr: Learning rate of the prompts. The default, `prompts_lr` of their number per block, suits Adam-like
-            optimizers but not SGD: the paper searches from 0.05 to 50 times batch size / 256.
+        lr: Learning rate of the prompts. The default, `prompts_lr` of their number per block that has any, suits
+            Adam-like optimizers but not SGD: the paper searches from 0.05 to 50 times batch size / 256.
         head_lr: Learning rate of the other trainable parameters.
         weight_decay: Weight decay of the other trainable parameters.
         kwargs: Passed on to the optimizer.
@@ -57,21 +62,15 @@ def create_provpt_optimizer(
         ```
     """
     banks = [module for module in model.modules() if isinstance(module, PromptBank)]
-    # Each with the number of blocks that share the prompts: a shallow adapter's are all in the first block.
-    trained = [
-        (p, 1 if name in bank.shallow else bank.num_blocks)
-        for bank in banks
-        for name, p in bank.provpt_prompts.items()
-        if p.requires_grad
-    ]
-    prompts = [p for p, _ in trained]
+    trained = [(bank, name, p) for bank in banks for name, p in bank.provpt_prompts.items() if p.requires_grad]
+    prompts = [p for _, _, p in trained]
     if not prompts:
         raise ValueError(
             f"The optimizer needs trainable prompts, but the {type(model).__name__} has none. Wrap the model first: "
             "get_peft_model(model, ProVPTConfig(...)), or load an adapter with `is_trainable=True`."
         )
     if lr is None:
-        lr = prompts_lr(max(len(p) / num_blocks for p, num_blocks in trained))
+        lr = prompts_lr(max(_per_block(bank.blocks(name).tolist()) for bank, name, _ in trained))
     ours = set(prompts)
     rest = [p for p in model.parameters() if p.requires_grad and p not in ours]
     groups: list[dict[str, Any]] = [{"params": prompts, "lr": lr, "weight_decay": 0.0}]

@@ -26,7 +26,7 @@ class MadeUp:
 def relocator_of(model, optimizer=None, **settings):
     """A relocator whose scores are made up, past its first epoch. Returns the scores and it."""
     made_up = MadeUp()
-    config = RelocationConfig(**dict(idleness=made_up, check_moves=False, settle=0.0) | settings)
+    config = RelocationConfig(**dict(check_moves=False, settle=0.0) | settings | dict(idleness=made_up))
     relocator = Relocator(model, config, optimizer, score_batches=[{}])
     assert relocator.relocate() == []
     return made_up, relocator

@@ -14,7 +14,7 @@ import tiny
 import torch
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 from packaging import version
-from training import every_prompt_idle, readable
+from training import every_prompt_idle, idle_without_gradients, readable
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from provpt_peft import ProVPTModel, RelocationTrainerCallback
@@ -22,6 +22,7 @@ from provpt_peft.relocation import first_batches
 from provpt_peft.relocation.policies import Action, Policy
 
 
+CHECKED = dict(check_moves=True, prompts_per_relocation=6, idleness=idle_without_gradients, seed=1)
 SCENARIOS = {
     "learning": dict(adapter=dict(prompt_dropout=0.1)),
     # Nothing but the placement of prompts and the policy changes.
@@ -29,14 +30,15 @@ SCENARIOS = {
     "accumulated": dict(arguments=dict(learning_rate=0.0, gradient_accumulation_steps=2)),
     # The greedy policy tries a block that is empty.
     "empty_block": dict(adapter=dict(num_prompts=[6, 6, 0, 0]), relocation=dict(allocator="greedy")),
-    # These two are to come out alike, and `sharded`.
-    "plain": dict(arguments=dict(eval_strategy="epoch")),
+    # These two are to come out alike, and `sharded`. Some of their moves are undone.
+    "plain": dict(arguments=dict(eval_strategy="epoch"), relocation=CHECKED),
     "checkpointed": dict(
         arguments=dict(
             eval_strategy="epoch",
             gradient_checkpointing=True,
             gradient_checkpointing_kwargs={"use_reentrant": False},
-        )
+        ),
+        relocation=CHECKED,
     ),
 }
 # The release that this was run with; the FSDP plugin of 1.7 asks for a GPU.
@@ -61,7 +63,7 @@ class ChoosesByProcess(Policy):
 SCENARIOS["own_choices"] = dict(relocation=dict(allocator=ChoosesByProcess))
 if HAS_FSDP_2:
     FSDP = dict(eval_strategy="epoch", fsdp=True, fsdp_config={"transformer_layer_cls_to_wrap": ["ViTLayer"]})
-    SCENARIOS["sharded"] = dict(arguments=FSDP)
+    SCENARIOS["sharded"] = dict(arguments=FSDP, relocation=CHECKED)
     SCENARIOS["sharded_measured"] = dict(arguments=FSDP, relocation=MEASURED)
 
 

@@ -92,7 +92,7 @@ def test_moves_happen_at_the_start_of_epochs_after_the_first(tmp_path):
 
 
 def test_nothing_moves_in_the_second_half_by_default(tmp_path):
-    _, callback = trained(tmp_path, num_train_epochs=6)
+    _, callback = trained(tmp_path, num_train_epochs=6, config=moving(settle=RelocationConfig().settle))
     assert [record.epoch for record in callback.history] == [1, 2]
     _, callback = trained(tmp_path, num_train_epochs=6, config=moving(settle=0.5, warmup_epochs=2))
     assert [record.epoch for record in callback.history] == [2]

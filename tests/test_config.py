@@ -96,7 +96,10 @@ def test_relocation_settings_of_numpy_can_be_recorded(settings):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (dict(idleness="best"), r"`idleness` must be one of fisher, taylor, exact, or a function that .*, got 'best'"),
+        (
+            dict(idleness="best"),
+            r"`idleness` must be one of activity, fisher, taylor, exact, or a function that .*, got 'best'",
+        ),
         (dict(warmup_epochs=0), r"`warmup_epochs` must be a whole number of at least 1, got 0"),
         (dict(adjust="move"), r"`adjust` must be one of relocate, random, naive_rl, prune, add, got 'move'"),
         (dict(allocator="best"), r"`allocator` must be one of ppo, thompson, greedy, uniform, or a class.*got 'best'"),
@@ -157,7 +160,7 @@ def test_presets():
     rows = {name: RelocationConfig.preset(name) for name in PRESETS}
     found = {name: (row.idleness, row.adjust, row.allocator) for name, row in rows.items()}
     assert found == {
-        "default": ("fisher", "relocate", "ppo"),
+        "default": ("activity", "relocate", "ppo"),
         "paper": ("taylor", "relocate", "ppo"),
         "A": ("fisher", "prune", "ppo"),
         "B": ("fisher", "prune", "ppo"),
@@ -169,6 +172,7 @@ def test_presets():
         "adding": ("fisher", "add", "ppo"),
     }
     assert all(row.settle == 0.0 for name, row in rows.items() if name != "default")
+    assert all(row.check_moves == (name == "default") for name, row in rows.items())
     with pytest.raises(ValueError, match="`name` must be one of default, paper, A, B, C, D, E, F, G, adding, got 'H'"):
         RelocationConfig.preset("H")
 

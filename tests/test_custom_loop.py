@@ -17,7 +17,7 @@ from provpt_peft import Relocation, RelocationConfig, create_provpt_optimizer
 
 TOLERANCE = 1e-6
 CONFIGS = {
-    "each epoch": dict(settle=0.0),
+    "each epoch": dict(idleness="fisher", settle=0.0),
     "some training images": dict(adjust="random", check_moves=False, score_images=6, seed=5, settle=0.0),
     "every 5 steps": dict(adjust="random", check_moves=False, relocate_every=5, prompts_per_relocation=2, settle=0.3),
 }

@@ -58,7 +58,7 @@ def test_finetuning_compares_the_methods(run_script, tmp_path, checkpoint):
     ViTImageProcessor(size={"height": 48, "width": 48}).save_pretrained(checkpoint)
     output = run_script(
         "finetune_image_classification.py", "--model_name_or_path", checkpoint, "--dataset_name", "digits",
-        "--image_size", 32, "--methods", "linear", "lora", "vpt-deep", "pro-vpt", "--num_prompts", 2,
+        "--image_size", 32, "--methods", "linear", "lora", "vpt-deep", "pro-vpt", "--num_prompts", 2, "--preset", "G",
         "--num_train_epochs", 3, "--max_train_samples", 16, "--max_test_samples", 16, "--use_cpu", "true",
         "--output_dir", tmp_path / "out",
     )  # fmt: skip
@@ -588,7 +588,7 @@ def test_relocators_are_compared_in_pairs(run_script, tmp_path, checkpoint):
     arguments = (
         "relocators", "--model_name_or_path", checkpoint, "--tasks", "digits", "--epochs", 3, "--train_images", 32,
         "--image_size", 32, "--budgets", 8, "--seeds", 1, 2, "--output", tmp_path / "results.jsonl",
-        "--candidates", "uniform", "default", "unchecked", "restart", "uniform at 0.012",
+        "--candidates", "uniform", "default", "fisher, unchecked", "restart", "uniform at 0.012",
     )  # fmt: skip
     output = run_script(*arguments)
     lines = read_results(tmp_path)
@@ -601,7 +601,7 @@ def test_relocators_are_compared_in_pairs(run_script, tmp_path, checkpoint):
     by_name = {(line["candidate"], line["seed"]): line for line in lines}
     uniform, restarted = ([by_name[name, seed]["train_loss"] for seed in (1, 2)] for name in ("uniform", "restart"))
     assert uniform != restarted
-    for name in ("default", "unchecked", "restart", "uniform at 0.012"):
+    for name in ("default", "fisher, unchecked", "restart", "uniform at 0.012"):
         first, second = (by_name[name, s]["test_accuracy"] - by_name["uniform", s]["test_accuracy"] for s in (1, 2))
         mean = f"{(first + second) / 2:+.1f} ± {abs(first - second) / 2:.1f}"
         row = next(row for row in output.splitlines() if row.startswith(f"| {name} |"))
@@ -611,6 +611,31 @@ def test_relocators_are_compared_in_pairs(run_script, tmp_path, checkpoint):
     # Nothing is run twice.
     assert run_script(*arguments) == output
     assert len(read_results(tmp_path)) == len(lines)
+
+
+def test_what_prompts_that_a_score_calls_idle_do(run_script, tmp_path, checkpoint):
+    arguments = (
+        "idle_picks", "--model_name_or_path", checkpoint, "--tasks", "digits", "--epochs", 2, "--train_images", 32,
+        "--image_size", 32, "--budgets", 8, "--truth_images", 8, "--output", tmp_path / "results.jsonl",
+    )  # fmt: skip
+    output = run_script(*arguments)
+    lines = read_results(tmp_path)
+    assert [line["epoch"] for line in lines] == [1, 2]
+    for line in lines:
+        for score in ("activity", "fisher", "taylor"):
+            assert 0 <= line[score]["pick"] < 8
+            assert (line[score]["score"] > 0) == (line[score]["idle"] > 0)
+            assert line[score]["true"] <= line["highest"]
+    for score in ("activity", "fisher", "taylor"):
+        row = next(row for row in output.splitlines() if row.startswith(f"| 8 | {score} |")).split(" | ")
+        shares = [line[score]["true"] / line["mean"] for line in lines if line[score]["idle"]]
+        assert row[3] == f"{len(shares)} of 2"
+        if shares:
+            assert row[4:7] == [
+                str(sum(share > 0.1 for share in shares)), f"{sum(shares) / len(shares):+.2f}", f"{max(shares):+.2f}"
+            ]  # fmt: skip
+    assert run_script(*arguments) == output
+    assert len(read_results(tmp_path)) == 2
 
 
 VTAB_METHODS = (

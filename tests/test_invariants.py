@@ -76,7 +76,10 @@ def test_1_the_budget_is_conserved(seed):
         return Idleness(scores, torch.zeros(budget, dtype=torch.float64))
 
     relocator = Relocator(
-        model, RelocationConfig(idleness=at_random, seed=seed), score_batches=score_batches(), compute_loss=constant
+        model,
+        RelocationConfig(idleness=at_random, check_moves=False, seed=seed),
+        score_batches=score_batches(),
+        compute_loss=constant,
     )
     for _ in range(30):
         before = tuner.prompt_blocks()

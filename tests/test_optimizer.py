@@ -32,7 +32,7 @@ def test_prompts_and_head_have_a_group_each():
         (dict(num_prompts=1), 3e-3 * 5**0.5),
         (dict(num_prompts=5), 3e-3),
         (dict(num_prompts=20), 1.5e-3),  # four times as many, half of it
-        (dict(num_prompts=[0, 70, 0, 9], reserve=1), 1.5e-3),
+        (dict(num_prompts=[0, 30, 0, 9], reserve=1), 1.5e-3),  # 40 for two blocks
         (dict(num_prompts=20, shallow=True), 1.5e-3),  # all of them in the first block
     ],
 )

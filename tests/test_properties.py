@@ -31,7 +31,13 @@ IMAGES = tiny.images(4, size=16)
 LABELS = tiny.labels(4)
 SCORE_BATCHES = [dict(pixel_values=tiny.images(2, seed, size=16), labels=tiny.labels(2, seed)) for seed in (7, 8)]
 # By name and, as users hand one in, as a function.
-SCORES = {"fisher": "fisher", "taylor": "taylor", "exact": "exact", "every prompt idle": every_prompt_idle}
+SCORES = {
+    "activity": "activity",
+    "fisher": "fisher",
+    "taylor": "taylor",
+    "exact": "exact",
+    "every prompt idle": every_prompt_idle,
+}
 BASE = tiny.make(
     "vit", hidden_size=16, num_hidden_layers=NUM_BLOCKS, num_attention_heads=2, image_size=16, intermediate_size=16
 )

@@ -21,14 +21,21 @@ def every_prompt_idle(measurement):
     return Idleness(idleness.score.abs() + 1e-3, idleness.stderr)
 
 
+def idle_without_gradients(measurement):
+    """The same scores, with a pass without gradients at the end."""
+    idleness = every_prompt_idle(measurement)
+    measurement.losses()
+    return idleness
+
+
 def no_prompt_idle(measurement):
     idleness = fisher(measurement)
     return Idleness(-idleness.score.abs() - 1e-3, idleness.stderr)
 
 
 def every_epoch(**settings):
-    """The default, without a last part in which nothing moves, and with no move undone."""
-    return RelocationConfig(**(dict(check_moves=False, settle=0.0) | settings))
+    """A score that finds idle prompts in a tiny model, no last part in which nothing moves, and no move undone."""
+    return RelocationConfig(**(dict(idleness="fisher", check_moves=False, settle=0.0) | settings))
 
 
 def moving(**settings):

@@ -82,6 +82,11 @@ def distributions(budget: int, args: Namespace) -> dict[str, list[int]]:
     }
 
 
+def rate_of(counts: Sequence[int]) -> float:
+    """The learning rate of a distribution's prompts, by their number per block that has any."""
+    return prompts_lr(sum(counts) / sum(map(bool, counts)))
+
+
 def run(task_name: str, budget: int, names: Sequence[str], seed: int, args: Namespace) -> list[dict[str, Any]]:
     """Train and test some distributions. Returns their lines of the results; accuracies in percent."""
     task = tasks.load(task_name, args.image_size, args.train_images, args.validation_images, seed)
@@ -89,7 +94,7 @@ def run(task_name: str, budget: int, names: Sequence[str], seed: int, args: Name
     refuse_other_images(task_name, seed, data_hash, args)
     counts = [distributions(budget, args)[name] for name in names]
     together = Together(make_base(task.num_labels, seed, args.model_name_or_path), counts, seed)
-    learning_rate = prompts_lr(budget / args.num_blocks)
+    rates = list(map(rate_of, counts))
     looks: dict[str, list[dict[str, float]]] = {adapter: [] for adapter in together.names}
 
     def look(epoch: int) -> None:
@@ -97,7 +102,7 @@ def run(task_name: str, budget: int, names: Sequence[str], seed: int, args: Name
             loss, accuracy = together.evaluate(adapter, task.validation)
             looks[adapter].append({"epoch": epoch, "validation_loss": loss, "validation_accuracy": 100 * accuracy})
 
-    together.fit(task.train, args.epochs, seed, learning_rate, after_epoch=look)
+    together.fit(task.train, args.epochs, seed, rates, after_epoch=look)
     lines = []
     for adapter, name, of_name in zip(together.names, names, counts, strict=True):
         splits = (task.train, task.validation, task.test)
@@ -106,7 +111,7 @@ def run(task_name: str, budget: int, names: Sequence[str], seed: int, args: Name
         ]
         lines.append({
             "suite": "ceiling", "task": task_name, "budget": budget, "distribution": name, "counts": of_name,
-            "seed": seed, **protocol(args), "learning_rate": learning_rate, "train_loss": train_loss,
+            "seed": seed, **protocol(args), "learning_rate": rate_of(of_name), "train_loss": train_loss,
             "looks": looks[adapter], "validation_loss": validation_loss,
             "validation_accuracy": 100 * validation, "test_accuracy": 100 * test,
             "data_hash": data_hash, "date": str(date.today()), "torch": torch.__version__,
@@ -130,7 +135,7 @@ class Results:
             for line in read_lines(args.output, {"suite": "ceiling"} | protocol(args))
             # Other releases of PyTorch may draw other distributions, and the rate's rule may change.
             if line["counts"] == distributions(line["budget"], args).get(line["distribution"])
-            and line["learning_rate"] == prompts_lr(line["budget"] / args.num_blocks)
+            and line["learning_rate"] == rate_of(line["counts"])
         }
 
     def values(self, task: str, budget: int, seeds: list[int], metric: str) -> dict[str, list[float]]:

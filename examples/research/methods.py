@@ -36,11 +36,11 @@ from .tasks import Split
 
 
 # The letters are the strategies of the paper's Tab. 3, adding is that of its appendix. VPT-Deep with all of its
-# prompts in some of the blocks shows what a distribution is worth. Unchecked is the default of version 0.1.
+# prompts in some of the blocks shows what a distribution is worth. Fisher is the default of version 0.1.
 METHODS = (
     "linear", "lora-1", "lora-2", "lora-8", "vpt-deep", "pro-vpt-paper", "pro-vpt-default", "full", "vpt-shallow",
     "pro-vpt-A", "pro-vpt-B", "pro-vpt-C", "pro-vpt-D", "pro-vpt-E", "pro-vpt-F", "pro-vpt-G", "pro-vpt-adding",
-    "vpt-deep-1-4", "vpt-deep-5-8", "vpt-deep-9-12", "pro-vpt-unchecked",
+    "vpt-deep-1-4", "vpt-deep-5-8", "vpt-deep-9-12", "pro-vpt-fisher",
 )  # fmt: skip
 # What (A) and (B) prune is searched with the learning rate.
 PRUNE_SHARES = tuple(percent / 100 for percent in range(10, 100, 10))
@@ -156,8 +156,8 @@ def relocation_config(method: str, prune_share: float | None) -> RelocationConfi
     """The settings of a method that relocates."""
     if not method.startswith("pro-vpt-"):
         return None
-    if method == "pro-vpt-unchecked":
-        return RelocationConfig(check_moves=False)
+    if method == "pro-vpt-fisher":
+        return RelocationConfig(idleness="fisher", check_moves=False)
     changes = {} if prune_share is None else {"prune_share": prune_share}
     return RelocationConfig.preset(method.removeprefix("pro-vpt-"), **changes)
 

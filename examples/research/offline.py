@@ -61,7 +61,7 @@ GROUPS = {
 # What the first seed chooses.
 CHOSEN = ("learning_rate", "prune_share")
 # Methods that are drawn over the number of prompts.
-COLOURS = {"vpt-deep": VERMILLION, "pro-vpt-unchecked": BLUE, "pro-vpt-default": GREEN}
+COLOURS = {"vpt-deep": VERMILLION, "pro-vpt-fisher": BLUE, "pro-vpt-default": GREEN}
 
 
 def protocol(args: argparse.Namespace) -> dict[str, Any]:

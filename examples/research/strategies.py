@@ -38,8 +38,8 @@ from .common import (
 )
 
 
-# The default of version 0.1, with which all of this was run: moves are not checked.
-UNCHECKED = RelocationConfig(check_moves=False)
+# The default of version 0.1, with which all of this was run.
+FIRST_DEFAULT = RelocationConfig(idleness="fisher", check_moves=False)
 # Runs by name: settings of `RelocationConfig`, or None where nothing is relocated. Percentages are those of (A), (B).
 PERCENTAGES = range(10, 100, 10)
 # The baseline's budget in some of the blocks only.
@@ -50,7 +50,7 @@ STRATEGIES: dict[str, RelocationConfig | None] = {
     **{f"A{p}": RelocationConfig.preset("A", prune_share=p / 100) for p in PERCENTAGES},
     **{f"B{p}": RelocationConfig.preset("B", prune_share=p / 100) for p in PERCENTAGES},
     **{name: RelocationConfig.preset(name) for name in ("C", "D", "E", "F", "G", "adding", "paper")},
-    "default": UNCHECKED,
+    "default": FIRST_DEFAULT,
 }
 TITLES = {
     "VPT baseline": "VPT baseline",
@@ -86,7 +86,7 @@ ABLATIONS: dict[str, dict[str, Any] | None] = {
     "score on held-out images": {},
 }
 RUNNABLE = {name: changes for name, changes in ABLATIONS.items() if changes is not None}
-STRATEGIES |= {name: replace(UNCHECKED, **changes) for name, changes in RUNNABLE.items()}
+STRATEGIES |= {name: replace(FIRST_DEFAULT, **changes) for name, changes in RUNNABLE.items()}
 
 
 def protocol(args: argparse.Namespace) -> dict[str, int]:

@@ -17,8 +17,8 @@ class PPOConfig:
 
     Args:
         gamma: Discount of later rewards, in [0, 1]. The paper uses 1; at 0 each move is judged by its own reward.
-        worth_coef: Weight of each block's worth in the logits, at least 0. A block's worth is how much its prompts
-            lower the loss on average now, standardised over blocks. The paper uses 0; with larger values the policy
+        worth_coef: Weight of each block's worth in the logits, at least 0. A block's worth is the mean of -I_k
+            over its prompts, standardised over blocks. The paper uses 0; with larger values the policy
             starts near the greedy one.
     """
 
@@ -40,10 +40,12 @@ class RelocationConfig:
     `RelocationConfig.preset(name)` gives the strategies of the paper by name.
 
     Args:
-        idleness: The score I_k that finds the prompt to prune, in loss units; above 0 means idle. `"fisher"`
-            (default): Eq. 4 to second order in the prompt's contribution to its block's output, with the images'
-            squared gradients as the curvature. `"taylor"`: Eq. 6 of the paper, which LayerNorm makes close to noise.
-            `"exact"`: Eq. 4 itself, with N + 1 forward passes over the score batches. Or a function that takes a
+        idleness: The score I_k that finds the prompt to prune, in loss units; above 0 means idle. `"activity"`
+            (default): a twentieth of the mean activity minus the prompt's own, where activity is the mean over images
+            of how much the prompt's contribution changes the loss, to first order and whatever the sign. `"fisher"`:
+            Eq. 4 to second order in that contribution, with the images' squared gradients as the curvature.
+            `"taylor"`: Eq. 6 of the paper, which LayerNorm makes close to noise. `"exact"`: Eq. 4 itself, with N + 1
+            forward passes over the score batches. Or a function that takes a
             [`Measurement`][provpt_peft.relocation.measure.Measurement] and returns an `Idleness`.
         allocator: The policy: `"ppo"` (the paper's Alc2), `"thompson"` (Alc1), `"greedy"`, `"uniform"`. Or a function
             or class that takes the number of blocks and a random generator, and makes a
@@ -52,9 +54,9 @@ class RelocationConfig:
             `"random"` prunes random prompts (the paper's Prn1), `"naive_rl"` lets PPO choose the source block as well,
             `"prune"` removes `prune_share` of the prompts once and for good, `"add"` adds prompts from the adapter's
             reserve.
-        check_moves: Whether a move from one block to another is undone at once if the loss on the score images is
-            higher after it, at the cost of a forward pass. The scores are estimates, and a prompt that they call idle
-            may matter, above all where prompts are few.
+        check_moves: Whether moves are checked, so that they do no harm where nothing is to be won. The last prompt of
+            a block stays (with `adjust="relocate"`), and a move from one block to another is undone at once if the
+            loss on the score images is higher after it, at the cost of a forward pass.
         prompts_per_relocation: Number of prompts that may move in one relocation, at least 1.
         relocate_every: `"epoch"`, or a number of optimizer steps for large data sets. The callback follows it; in a
             custom training loop, call `relocate` that often.
@@ -70,7 +72,7 @@ class RelocationConfig:
         ValueError: If a value is out of its range.
     """
 
-    idleness: str | Callable[..., Any] = "fisher"
+    idleness: str | Callable[..., Any] = "activity"
     allocator: str | Callable[..., Any] = "ppo"
     adjust: str = "relocate"
     check_moves: bool = True
@@ -117,8 +119,8 @@ class RelocationConfig:
         """The settings of a named strategy, with changes if any are given.
 
         `"default"` is `RelocationConfig()`, `"paper"` is Algo. 1 as printed, the letters are the rows of the paper's
-        Tab. 3, and `"adding"` is the variant in its appendix. The letters use the default score, since Eq. 6 is close
-        to noise. (A) and (B) differ in how many prompts the model starts with; choose their `prune_share` on
+        Tab. 3, and `"adding"` is the variant in its appendix. The letters use `"fisher"`, since Eq. 6 is close to
+        noise. (A) and (B) differ in how many prompts the model starts with; choose their `prune_share` on
         validation data. `"adding"` needs a reserve of prompts: `ProVPTConfig(num_prompts=…, reserve=…)`. A dict for
         `ppo` changes only the settings that it names.
 
@@ -132,10 +134,15 @@ class RelocationConfig:
         return cls(**(preset | changes))
 
 
-IDLENESS = ("fisher", "taylor", "exact")
+IDLENESS = ("activity", "fisher", "taylor", "exact")
 ALLOCATORS = ("ppo", "thompson", "greedy", "uniform")
 ADJUSTMENTS = ("relocate", "random", "naive_rl", "prune", "add")
-_PAPER: dict[str, Any] = {"check_moves": False, "settle": 0.0, "ppo": {"gamma": 1.0, "worth_coef": 0.0}}
+_PAPER: dict[str, Any] = {
+    "idleness": "fisher",
+    "check_moves": False,
+    "settle": 0.0,
+    "ppo": {"gamma": 1.0, "worth_coef": 0.0},
+}
 PRESETS: dict[str, dict[str, Any]] = {
     "default": {},
     "paper": _PAPER | {"idleness": "taylor"},

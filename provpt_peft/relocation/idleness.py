@@ -1,4 +1,4 @@
-"""Idleness: how much lower the loss would be without a prompt (paper, Eqs. 3 to 6).
+"""Idleness: how well the model can do without a prompt (paper, Eqs. 3 to 6).
 
 Legend: N prompts, B images (or score batches).
 """
@@ -10,13 +10,18 @@ from dataclasses import dataclass
 import torch
 
 
+# A prompt is idle if its activity is below this share of the mean activity.
+IDLE_SHARE = 0.05
+
+
 @dataclass
 class Idleness:
     """Scores of all prompts.
 
     Args:
-        score: I_k in loss units, float64 (N,): the loss with the prompt minus the loss without it, so above 0 means
-            idle. NaN for a prompt that is in no block.
+        score: I_k in loss units, float64 (N,); above 0 means idle. An estimate of Eq. 4, the loss with the prompt
+            minus the loss without it, or of how far the prompt's influence is below a threshold. NaN for a prompt that
+            is in no block.
         stderr: The score's standard error over images, float64 (N,). NaN for fewer than two images.
     """
 
@@ -33,6 +38,21 @@ class Idleness:
         """The prompts that have a score, the most idle one (k* of Eq. 3) first."""
         order = self.score.argsort(descending=True, stable=True)
         return order[self.score[order].isfinite()].tolist()
+
+
+def to_inactivity(derivatives: torch.Tensor) -> torch.Tensor:
+    """`IDLE_SHARE` of the mean activity of all prompts, minus each prompt's activity on each image, in loss units.
+
+    A prompt's activity on an image is |s|; its mean over images is the importance that Michel et al. (2019, Eq. 2)
+    give an attention head. Gains and losses do not cancel in it, so the prompts above 0 hardly change the loss of any
+    image, and the loss stays the same without them.
+
+    Args:
+        derivatives: s, the derivative of each image's loss with respect to each prompt's gate, (B, N). NaN for prompts
+            in no block.
+    """
+    activity = derivatives.abs()
+    return IDLE_SHARE * activity.nanmean() - activity
 
 
 def to_second_order(derivatives: torch.Tensor) -> torch.Tensor:

@@ -18,8 +18,8 @@ from torch import nn
 from ..evaluation import copy_of, fixed_randomness, images_in, in_eval_mode
 from ..gates import Gates
 from ..model import ProVPTModel
-from .idleness import Idleness, to_second_order
-from .parallel import broadcast
+from .idleness import Idleness, to_inactivity, to_second_order
+from .parallel import broadcast, reshard
 
 
 T = TypeVar("T")
@@ -67,17 +67,17 @@ class Measurement:
         """
         bank, num_prompts = self.tuner.bank, len(self.blocks())
 
-        def of_batch(batch: Any) -> tuple[torch.Tensor, float]:
+        def of_batch(batch: Any) -> tuple[torch.Tensor, float, int]:
             bank.gates = gates = Gates(on, self.adapter_name, num_prompts)
             try:
                 with torch.enable_grad():
                     loss = self._loss(batch)
-                    return gates.gradients(loss).to("cpu", torch.float64), loss.item()
+                    return gates.gradients(loss).to("cpu", torch.float64), loss.item(), images_in(batch)
             finally:
                 bank.gates = None
 
-        gradients, losses = zip(*self._over_batches(of_batch), strict=True)
-        self._take_loss(losses, [len(gradient) for gradient in gradients])
+        gradients, losses, sizes = zip(*self._over_batches(of_batch), strict=True)
+        self._take_loss(losses, sizes)
         found = broadcast(torch.cat(gradients), self.device)
         found[:, self.blocks() == 0] = torch.nan
         return found
@@ -101,9 +101,12 @@ class Measurement:
 
     def _over_batches(self, function: Callable[[Any], T]) -> list[T]:
         """The results of a function on each batch, in eval mode. Random augmentation is the same each time."""
-        with in_eval_mode(self.model), fixed_randomness(self.device):
-            # Copies: a loss may change its batch in place, and these batches are used again.
-            found = [function(send_to_device(copy_of(batch), self.device)) for batch in self.batches]
+        try:
+            with in_eval_mode(self.model), fixed_randomness(self.device):
+                # Copies: a loss may change its batch in place, and these batches are used again.
+                found = [function(send_to_device(copy_of(batch), self.device)) for batch in self.batches]
+        finally:
+            reshard(self.model)
         if not found:
             raise ValueError("Scores are measured on the score batches, but there are none. Give at least one batch.")
         return found
@@ -127,6 +130,11 @@ class Measurement:
 
 
 Score = Callable[[Measurement], Idleness]
+
+
+def activity(measurement: Measurement) -> Idleness:
+    """How far below a small share of the mean activity a prompt's own is."""
+    return Idleness.mean_of(to_inactivity(measurement.gate_gradients()))
 
 
 def fisher(measurement: Measurement) -> Idleness:
@@ -154,4 +162,4 @@ def exact(measurement: Measurement) -> Idleness:
     return Idleness.mean_of(scores)
 
 
-SCORES: dict[str, Score] = {"fisher": fisher, "taylor": taylor, "exact": exact}
+SCORES: dict[str, Score] = {"activity": activity, "fisher": fisher, "taylor": taylor, "exact": exact}

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..model import ProVPTModel
-from .parallel import full_tensor, is_sharded, reshard, write_row
+from .parallel import full_tensor, is_sharded, write_row
 
 
 # Optimizer states that are running averages of gradients, and of their squares or magnitudes. In other states
@@ -49,7 +49,6 @@ def place(
     Returns:
         A function that undoes the move, for as long as no training step has been made.
     """
-    reshard(tuner)
     prompts = tuner.prompts(adapter_name)
     replaced: list[tuple[Any, torch.Tensor]] = []
 
@@ -59,7 +58,6 @@ def place(
 
     @torch.no_grad()
     def undo() -> None:
-        reshard(tuner)
         tuner.move_prompt(prompt, int(blocks[prompt]), adapter_name)
         for tensor, values in replaced:
             write_row(tensor, prompt, values)

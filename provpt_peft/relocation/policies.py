@@ -40,8 +40,9 @@ class PolicyState:
         return counts[1:]
 
     def worth(self, with_prompt: bool = False) -> torch.Tensor:
-        """How much the prompts of each block lower the loss on average now, with or without k*: the mean of -I_k,
-        float64 (L,), in loss units. NaN for a block that has no prompt with a score."""
+        """The worth of each block's prompts on average now, with or without k*: the mean of -I_k, float64 (L,), in
+        loss units. How much they lower the loss where I_k estimates Eq. 4, else how much they change it. NaN for a
+        block that has no prompt with a score."""
         known = self.scores.isfinite()
         if self.prompt is not None and not with_prompt:
             known = known & (torch.arange(len(self.scores)) != self.prompt)

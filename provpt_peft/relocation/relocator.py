@@ -29,6 +29,10 @@ from .serialization import from_json, to_json
 logger = logging.getLogger(__name__)
 
 _FROZEN = "The prompts were frozen: none was moved."
+_NOTHING = (
+    "No prompt will move: no block has more than one, and the last prompt of a block stays. Use more prompts, or "
+    "`check_moves=False`."
+)
 _UNDONE = "The loss was higher after this move: it was undone."
 _NOT_FINITE = "The loss or a score was not finite: no prompt was moved and no reward was learned."
 
@@ -44,8 +48,9 @@ class Relocator:
         config: When prompts move, which ones, and where to.
         optimizer: The optimizer of the prompts. If given, the moments of a moved prompt are replaced to suit its new
             block (see `placement.py`). This works for the state of PyTorch's own optimizers.
-        score_batches: A list or a loader of batches, iterated over before each relocation to measure scores and losses
-            in eval mode. Give some of the training images, see
+        score_batches: A list or a loader of batches, iterated over to measure scores and losses in eval mode: before
+            each relocation, and again after each move if moves are checked, so they must be the same images each time.
+            Give some of the training images, see
             [`first_batches`][provpt_peft.relocation.batches.first_batches], or held-out ones.
         compute_loss: Function of the model and a score batch that returns the mean loss; by default
             `model(**batch).loss`.
@@ -88,6 +93,8 @@ class Relocator:
             )
         check_trained(self.tuner, self.adapter_name, optimizer)
         check_reserve(self.tuner, self.adapter_name, self.config)
+        if self.config.check_moves and self.config.adjust == "relocate" and max(self._counts()) < 2:
+            logger.warning(_NOTHING)
         self.model = model
         self.optimizer = optimizer
         self.score_batches = score_batches
@@ -143,6 +150,8 @@ class Relocator:
             with fixed_randomness(self.tuner.prompts(self.adapter_name).device):
                 first = list(islice(self.score_batches, 1))
             self.measure(first)
+            if self.config.check_moves:
+                self._measurement(first).mean_loss()
             self._tried = True
 
     def measure(self, batches: Iterable[Any] | None = None) -> tuple[Idleness, float]:
@@ -251,11 +260,15 @@ class Relocator:
         assert block is not None
         undo = place(self.tuner, self.adapter_name, prompt, block, self.optimizer, newcomers, self.generator)
         if self.config.check_moves and relocation.from_block and block:
-            with self._default_device:
-                after = self._measurement().mean_loss()
-            if not after <= loss:  # nor if it is not a number
-                undo()
-                relocation.block, relocation.note = relocation.from_block, _UNDONE
+            after = math.nan
+            try:
+                with self._default_device:
+                    after = self._measurement().mean_loss()
+            finally:
+                if not after <= loss:  # nor if it is not a number, or could not be measured
+                    undo()
+                    relocation.block, relocation.note = relocation.from_block, _UNDONE
+            if relocation.note is not None:
                 return loss
             loss = after
         self._scores[prompt] = math.nan  # the score was for the old block
@@ -263,11 +276,21 @@ class Relocator:
         return loss
 
     def most_idle(self, idleness: Idleness) -> Moves:
-        """Algo. 1: the most idle prompts whose score is above 0, each with the block that the policy chooses."""
-        for prompt in idleness.ranking()[: self.config.prompts_per_relocation]:
-            if idleness.score[prompt] <= 0:
+        """Algo. 1: the most idle prompts whose score is above 0, each with the block that the policy chooses. With
+        `check_moves` the last prompt of a block stays."""
+        idle = (prompt for prompt in idleness.ranking() if idleness.score[prompt] > 0)
+        for _ in range(self.config.prompts_per_relocation):
+            prompt = next((k for k in idle if not (self.config.check_moves and self._alone(k))), None)
+            if prompt is None:
                 return
             yield prompt, self.choose_for(prompt)
+
+    def _alone(self, prompt: int) -> bool:
+        block = int(self.blocks()[prompt])
+        return block > 0 and self._counts()[block - 1] == 1
+
+    def _counts(self) -> list[int]:
+        return self.tuner.prompt_distribution(self.adapter_name)
 
     def choose_for(self, prompt: int | None) -> Action:
         """The policy's action for a prompt, given the current distribution; all processes use that of the first. With

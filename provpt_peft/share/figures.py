@@ -124,7 +124,7 @@ def plot_distribution_over_time(source: Source) -> Figure:
 
 
 def plot_idleness(source: Source) -> Figure:
-    """The mean idleness of each block's prompts at each relocation; above 0 the loss is lower without them.
+    """The mean idleness of each block's prompts at each relocation; below 0 the loss depends on them.
 
     Raises:
         ValueError: If the source has no adapter or no history of relocations.

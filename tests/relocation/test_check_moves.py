@@ -88,6 +88,7 @@ def test_the_loss_is_computed_with_the_caller_s_default_device():
     model, _ = prompted()
     made_up, relocator = relocator_with(lambda counts: seen.append(torch.get_default_device().type) or 0.0, model)
     made_up.set(scores_with(0.5, prompt=0))
+    seen.clear()
     with torch.device("meta"):
         relocator.relocate()
     assert seen == ["meta"]
@@ -96,3 +97,81 @@ def test_the_loss_is_computed_with_the_caller_s_default_device():
 def test_anything_but_a_boolean_is_refused():
     with pytest.raises(ValueError, match=r"`check_moves` must be True or False, got 'no'"):
         RelocationConfig(check_moves="no")
+
+
+def test_the_last_prompt_of_a_block_stays():
+    model = tiny.prompted(tiny.make("vit"), num_prompts=[1, 2, 3, 1])
+    made_up, relocator = relocator_with(lambda counts: 1.0, model, prompts_per_relocation=3)
+    # Those of the first block and then, when the other of its block has gone, of the second.
+    made_up.set([9.0, 8.0, 7.0, 6.0, -1.0, -1.0, 5.0], loss=1.0)
+    assert [(record.prompt, record.block) for record in relocator.relocate()] == [(1, 4), (3, 4), (6, 4)]
+    assert model.base_model.prompt_distribution() == [1, 1, 2, 3]
+
+
+def test_nothing_moves_where_each_block_has_one(caplog):
+    model = tiny.prompted(tiny.make("vit"), num_prompts=1)
+    made_up, relocator = relocator_with(lambda counts: 0.0, model)
+    made_up.set([1.0] * 4, loss=1.0)
+    assert relocator.relocate() == []
+    assert relocator.history == []
+    assert [record.getMessage()[:20] for record in caplog.records] == ["No prompt will move:"]
+
+
+def test_a_move_that_cannot_be_checked_is_undone():
+    """As where memory runs out: the model is as it was, and the error is the caller's."""
+    model, _ = prompted()
+
+    def loss_of(counts):
+        if counts[3] > 3:
+            raise MemoryError
+        return 1.0
+
+    made_up, relocator = relocator_with(loss_of, model)
+    made_up.set(scores_with(0.5, prompt=0), loss=1.0)
+    with pytest.raises(MemoryError):
+        relocator.relocate()
+    assert model.base_model.prompt_distribution() == [3, 3, 3, 3]
+
+
+def test_a_loss_that_needs_gradients_fails_before_training():
+    def penalised(model, batch):
+        loss = model(**batch).loss
+        return loss + torch.autograd.grad(loss, model.base_model.prompts(), retain_graph=True)[0].square().sum()
+
+    batch = {"pixel_values": tiny.images(4), "labels": tiny.labels(4)}
+    relocator = Relocator(prompted()[0], RelocationConfig(), score_batches=[batch], compute_loss=penalised)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        relocator.try_out()
+
+
+def test_the_default_moves_a_prompt_that_changes_nothing():
+    """The loss of the second-last block's output does not depend on the prompts of the last one."""
+
+    def second_last(model, batch):
+        return model(**batch, output_hidden_states=True).hidden_states[-2].square().mean()
+
+    batch = {"pixel_values": tiny.images(4), "labels": tiny.labels(4)}
+    model, _ = prompted()
+    relocator = Relocator(model, RelocationConfig(), score_batches=[batch], compute_loss=second_last)
+    assert relocator.relocate() == []
+    (record,) = relocator.relocate()
+    assert record.prompt == 9
+    assert record.from_block == 4
+    # Its activity is 0, so the score is a twentieth of the mean one, of which the others' scores are that less theirs.
+    mean = -sum(record.block_idleness) / 4 / 0.95
+    assert record.idleness == pytest.approx(0.05 * mean)
+    assert record.note is not None or model.base_model.prompt_distribution()[3] == 2
+
+
+def test_batches_of_views_are_weighted_alike_before_and_after_a_move():
+    """Batches of 4 and 1 images with two views each. Without a change of the model the loss is the same, whichever
+    pass measures it."""
+    generator = torch.Generator().manual_seed(0)
+    batches = [{"views": torch.randn(2, n, 3, 32, 32, generator=generator), "labels": tiny.labels(n)} for n in (4, 1)]
+
+    def of_views(model, batch):
+        return model(pixel_values=batch["views"].flatten(0, 1), labels=batch["labels"].repeat(2)).loss
+
+    relocator = Relocator(prompted()[0], RelocationConfig(), score_batches=batches, compute_loss=of_views)
+    _, loss = relocator.measure()
+    assert relocator._measurement().mean_loss() == pytest.approx(loss, rel=1e-6)

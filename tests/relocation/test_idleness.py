@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from provpt_peft import RelocationConfig, Relocator, gates
 from provpt_peft.backbone.attention import PromptedBlock
 from provpt_peft.gates import Gates
-from provpt_peft.relocation.idleness import Idleness, to_second_order
+from provpt_peft.relocation.idleness import Idleness, to_inactivity, to_second_order
 
 
 NAN = math.nan
@@ -43,6 +43,24 @@ def test_second_order_by_hand():
     idleness = Idleness.mean_of(to_second_order(column(1, 3)))
     assert idleness.score.item() == -0.5
     assert idleness.stderr.item() == 1.0
+
+
+def test_inactivity_by_hand():
+    # Two images, four prompts of which the last is in no block. Activities 1 and 3, 1 and 1, 0.02 and 0: on average 2,
+    # 1 and 0.01, and 3.01 / 3 over the prompts. A twentieth of that is 0.0501667. Signs do not matter.
+    idleness = Idleness.mean_of(to_inactivity(torch.tensor([[1, -1, 0.02, NAN], [3, 1, 0, NAN]]).double()))
+    threshold = 3.01 / 60
+    expected = torch.tensor([threshold - 2, threshold - 1, threshold - 0.01, NAN]).double()
+    torch.testing.assert_close(idleness.score, expected, equal_nan=True)
+    assert idleness.ranking() == [2, 1, 0]
+
+
+def test_a_prompt_that_helps_some_images_and_harms_others_is_not_idle():
+    # First order cancels to 0; second order is 0 - 1/2 and -0.02; the activity is 1.
+    derivatives = column(1, -1)
+    others = torch.full((2, 9), 0.2).double()
+    scores = Idleness.mean_of(to_inactivity(torch.cat([derivatives, others], dim=1))).score
+    assert scores[0] == pytest.approx(0.05 * 0.28 - 1)
 
 
 def test_ranking_is_by_score_and_leaves_out_prompts_without_one():
@@ -166,7 +184,7 @@ def test_one_number_for_each_image_and_prompt():
 
 
 @pytest.mark.parametrize("batches", [2, 4, 8])
-@pytest.mark.parametrize("score", ["fisher", "taylor"])
+@pytest.mark.parametrize("score", ["activity", "fisher", "taylor"])
 def test_how_the_images_are_batched_does_not_matter(score, batches):
     model = tiny.prompted(tiny.make("vit")).eval()
     inputs, targets = tiny.images(8), tiny.labels(8)
@@ -180,7 +198,7 @@ def test_the_loss_is_a_mean_over_images_of_batches_of_any_size():
     model = tiny.prompted(tiny.make("vit")).eval()
     inputs, targets = tiny.images(5), tiny.labels(5)
     batches = [dict(pixel_values=inputs[part], labels=targets[part]) for part in (slice(0, 4), slice(4, 5))]
-    for score in ("fisher", "exact"):
+    for score in ("activity", "exact"):
         _, loss = Relocator(model, RelocationConfig(idleness=score), score_batches=batches).measure()
         with torch.no_grad():
             expected = model(pixel_values=inputs, labels=targets).loss.item()

@@ -310,7 +310,8 @@ def test_objects_are_recorded_by_name():
     assert (settings["idleness"], settings["allocator"]) == ("MadeUp", "Chooses")
     json.dumps(settings)
     with pytest.raises(
-        ValueError, match="`idleness` must be one of fisher, taylor, exact, or a function that takes a Measurem"
+        ValueError,
+        match="`idleness` must be one of activity, fisher, taylor, exact, or a function that takes a Measurem",
     ):
         RelocationConfig(**settings)
 
