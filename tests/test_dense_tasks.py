@@ -150,17 +150,8 @@ def test_detectors_with_a_swin(run, tmp_path, swin, few_scenes, architecture):
 )
 def test_a_resumed_run_equals_one_that_was_not_stopped(run, tmp_path, swin, few_scenes, script):
     arguments = (
-        "--methods",
-        "pro-vpt",
-        "--preset",
-        "G",
-        "--num_train_epochs",
-        4,
-        "--save_strategy",
-        "epoch",
-        "--optim",
-        "sgd",
-    )
+        "--methods", "pro-vpt", "--preset", "G", "--num_train_epochs", 4, "--save_strategy", "epoch", "--optim", "sgd",
+    )  # fmt: skip
     if script == "segmentation":
         tiny.make("vit").save_pretrained(tmp_path / "vit")
         ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "vit")

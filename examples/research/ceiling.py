@@ -25,28 +25,22 @@ from typing import Any
 import torch
 from scipy.stats import spearmanr
 from tqdm.auto import tqdm
-from transformers import AutoConfig
 
 from provpt_peft.optimizer import prompts_lr
 
-from ..dinov2_small import prepare
 from . import tasks
 from .common import (
     append_lines,
-    images_of,
     make_base,
     mean_and_error,
     read_lines,
     refuse_other_images,
-    results_parser,
     variance_components,
 )
-from .methods import PROMPTS
 from .pictures import BLUE, GREEN, ORANGE, VERMILLION, plt, save
-from .together import Together
+from .together import Together, parse_study, protocol, study_parser, uniform_counts
 
 
-TASKS = ("location", "count", "distance", "digits")
 BUDGETS = (12, 6, 24, 60)
 COLOURS = (VERMILLION, ORANGE, GREEN, BLUE)
 UNIFORM = "uniform"
@@ -66,12 +60,6 @@ def random_counts(budget: int, num_blocks: int, number: int) -> list[int]:
     weights *= torch.empty(num_blocks).exponential_(generator=generator)
     chosen = torch.multinomial(weights, budget, replacement=True, generator=generator)
     return torch.bincount(chosen, minlength=num_blocks).tolist()
-
-
-def uniform_counts(budget: int, num_blocks: int) -> list[int]:
-    """Prompts in each block, spread evenly: 6 prompts in 12 blocks are in every second one."""
-    blocks = torch.arange(budget) * num_blocks // budget
-    return torch.bincount(blocks, minlength=num_blocks).tolist()
 
 
 def distributions(budget: int, args: Namespace) -> dict[str, list[int]]:
@@ -105,24 +93,13 @@ def run(task_name: str, budget: int, names: Sequence[str], seed: int, args: Name
     together.fit(task.train, args.epochs, seed, rates, after_epoch=look)
     lines = []
     for adapter, name, of_name in zip(together.names, names, counts, strict=True):
-        splits = (task.train, task.validation, task.test)
-        (train_loss, _), (validation_loss, validation), (_, test) = [
-            together.evaluate(adapter, split) for split in splits
-        ]
         lines.append({
             "suite": "ceiling", "task": task_name, "budget": budget, "distribution": name, "counts": of_name,
-            "seed": seed, **protocol(args), "learning_rate": rate_of(of_name), "train_loss": train_loss,
-            "looks": looks[adapter], "validation_loss": validation_loss,
-            "validation_accuracy": 100 * validation, "test_accuracy": 100 * test,
+            "seed": seed, **protocol(args), "learning_rate": rate_of(of_name), "looks": looks[adapter],
+            **together.results(adapter, task),
             "data_hash": data_hash, "date": str(date.today()), "torch": torch.__version__,
         })  # fmt: skip
     return lines
-
-
-def protocol(args: Namespace) -> dict[str, Any]:
-    """What all runs have in common."""
-    model = str(args.model_name_or_path or "DINOv2-S")
-    return {"model": model, "epochs": args.epochs, **images_of(args), **PROMPTS.settings()}
 
 
 class Results:
@@ -256,25 +233,14 @@ def draw(results: Results, path: Path) -> None:
 
 
 def main() -> None:
-    parser = results_parser(
-        __doc__, "ceiling", checkpoint=True, epochs=15, train_images=400, validation_images=500, image_size=28,
-        threads=1,
-    )  # fmt: skip
-    parser.add_argument(
-        "--tasks", nargs="+", default=list(TASKS), choices=tasks.TASKS, help=f"default: {' '.join(TASKS)}"
-    )
-    parser.add_argument(
-        "--budgets", nargs="+", type=int, default=list(BUDGETS), help="prompts in all (default: 12 6 24 60)"
-    )
+    parser = study_parser(__doc__, "ceiling", BUDGETS)
     parser.add_argument("--distributions", type=int, default=24, help="random ones of a budget (default: 24)")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1], help="of the search (default: 0 1)")
     parser.add_argument("--fresh_seeds", nargs="+", type=int, default=[2, 3, 4, 5], help="default: 2 3 4 5")
     parser.add_argument("--pictures", type=Path, default=Path("docs/images"), help="folder of the picture")
-    args = parser.parse_args()
+    args = parse_study(parser)
     if min(args.distributions, len(args.seeds)) < 2:
         parser.error("a variance needs at least two distributions and two seeds")
-    args.num_blocks = AutoConfig.from_pretrained(args.model_name_or_path or prepare()).num_hidden_layers
-    torch.set_num_threads(args.threads)
     for budget in [] if args.report else args.budgets:
         for fresh in (False, True):
             wanted = [key for task in args.tasks for key in Results(args).missing(task, budget, fresh)]

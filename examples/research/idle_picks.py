@@ -18,19 +18,15 @@ from typing import Any
 import torch
 from scipy.stats import spearmanr
 from tqdm.auto import tqdm
-from transformers import AutoConfig
 
 from provpt_peft import RelocationConfig
 from provpt_peft.optimizer import prompts_lr
 
-from ..dinov2_small import prepare
 from . import tasks
-from .ceiling import protocol, uniform_counts
-from .common import append_lines, exact_idleness, make_base, make_relocator, read_lines, results_parser
-from .together import Together
+from .common import append_lines, exact_idleness, make_base, make_relocator, read_lines
+from .together import Together, parse_study, protocol, study_parser, uniform_counts
 
 
-TASKS = ("location", "count", "distance", "digits")
 SCORES = ("activity", "fisher", "taylor")
 LOOKS = (1, 2, 4, 6)
 
@@ -91,19 +87,10 @@ def print_table(lines: list[dict[str, Any]], args: Namespace) -> None:
 
 
 def main() -> None:
-    parser = results_parser(
-        __doc__, "idle_picks", checkpoint=True, epochs=15, train_images=400, validation_images=500, image_size=28,
-        threads=1,
-    )  # fmt: skip
-    parser.add_argument(
-        "--tasks", nargs="+", default=list(TASKS), choices=tasks.TASKS, help=f"default: {' '.join(TASKS)}"
-    )
+    parser = study_parser(__doc__, "idle_picks", (12, 60))
     parser.add_argument("--truth_images", type=int, default=128, help="images of the truth (default: 128)")
-    parser.add_argument("--budgets", nargs="+", type=int, default=[12, 60], help="prompts in all (default: 12 60)")
     parser.add_argument("--seeds", nargs="+", type=int, default=[30], help="default: 30")
-    args = parser.parse_args()
-    args.num_blocks = AutoConfig.from_pretrained(args.model_name_or_path or prepare()).num_hidden_layers
-    torch.set_num_threads(args.threads)
+    args = parse_study(parser)
     settings = {"suite": "idle_picks"} | protocol(args)
     keys = [] if args.report else itertools.product(args.budgets, args.seeds, args.tasks)
     for budget, seed, task in tqdm(list(keys)):

@@ -19,14 +19,11 @@ from typing import Any
 
 import torch
 from tqdm.auto import tqdm
-from transformers import AutoConfig
 
 from provpt_peft import RelocationConfig, Relocator
 from provpt_peft.optimizer import prompts_lr
 
-from ..dinov2_small import prepare
 from . import tasks
-from .ceiling import protocol, uniform_counts
 from .common import (
     Mover,
     append_lines,
@@ -35,12 +32,10 @@ from .common import (
     mean_and_error,
     read_lines,
     refuse_other_images,
-    results_parser,
 )
-from .together import Together
+from .together import Together, parse_study, protocol, study_parser, uniform_counts
 
 
-TASKS = ("location", "count", "distance", "digits")
 BUDGETS = (24, 60)
 UNIFORM = "uniform"
 METRICS = {"validation": "validation_accuracy", "test": "test_accuracy"}
@@ -128,12 +123,9 @@ def run(task_name: str, budget: int, names: Sequence[str], seed: int, args: Name
     together.fit(task.train, args.epochs, seed, rates, movers=movers)
     lines = []
     for adapter, name, rate in zip(together.names, names, rates, strict=True):
-        splits = (task.train, task.validation, task.test)
-        (train_loss, _), (validation_loss, validation), (_, test) = [together.evaluate(adapter, s) for s in splits]
         lines.append({
             "suite": "relocators", "task": task_name, "budget": budget, "candidate": name, "seed": seed,
-            **protocol(args), "learning_rate": rate, "train_loss": train_loss, "validation_loss": validation_loss,
-            "validation_accuracy": 100 * validation, "test_accuracy": 100 * test,
+            **protocol(args), "learning_rate": rate, **together.results(adapter, task),
             "counts": together.model.base_model.prompt_distribution(adapter),
             "data_hash": data_hash, "date": str(date.today()), "torch": torch.__version__,
         })  # fmt: skip
@@ -182,24 +174,13 @@ def distance(counts: Sequence[int], others: Sequence[int]) -> int:
 
 
 def main() -> None:
-    parser = results_parser(
-        __doc__, "relocators", checkpoint=True, epochs=15, train_images=400, validation_images=500, image_size=28,
-        threads=1,
-    )  # fmt: skip
-    parser.add_argument(
-        "--tasks", nargs="+", default=list(TASKS), choices=tasks.TASKS, help=f"default: {' '.join(TASKS)}"
-    )
-    parser.add_argument(
-        "--budgets", nargs="+", type=int, default=list(BUDGETS), help="prompts in all (default: 24 60)"
-    )
+    parser = study_parser(__doc__, "relocators", BUDGETS)
     parser.add_argument(
         "--candidates", nargs="+", default=list(DEFAULT), choices=CANDIDATES, help=f"default: {', '.join(DEFAULT)}"
     )
     parser.add_argument("--against", default=UNIFORM, choices=CANDIDATES, help="what they are compared with")
     parser.add_argument("--seeds", nargs="+", type=int, default=[20, 21, 22], help="default: 20 21 22")
-    args = parser.parse_args()
-    args.num_blocks = AutoConfig.from_pretrained(args.model_name_or_path or prepare()).num_hidden_layers
-    torch.set_num_threads(args.threads)
+    args = parse_study(parser)
     for budget, seed in itertools.product([] if args.report else args.budgets, args.seeds):
         for task in tqdm(args.tasks, desc=f"{budget} prompts, seed {seed}"):
             absent = [name for name in args.candidates if (task, budget, name, seed) not in finished(args)]

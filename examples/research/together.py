@@ -1,8 +1,10 @@
-"""Adapters of one backbone that are trained together: their images share a batch, which halves the time."""
+"""Adapters of one backbone that are trained together: their images share a batch, which halves the time. And what the
+studies with such runs have in common."""
 
 from __future__ import annotations
 
 import itertools
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -10,13 +12,58 @@ from typing import Any
 
 import torch
 from peft import get_peft_model
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from provpt_peft import ProVPTConfig
 
+from ..dinov2_small import prepare
 from . import tasks
-from .common import Mover, fit
+from .common import Mover, fit, images_of, results_parser
 from .methods import PROMPTS, Recipe
+
+
+TASKS = ("location", "count", "distance", "digits")
+
+
+def uniform_counts(budget: int, num_blocks: int) -> list[int]:
+    """Prompts in each block, spread evenly: 6 prompts in 12 blocks are in every second one."""
+    blocks = torch.arange(budget) * num_blocks // budget
+    return torch.bincount(blocks, minlength=num_blocks).tolist()
+
+
+def protocol(args: Namespace) -> dict[str, Any]:
+    """What all runs have in common."""
+    model = str(args.model_name_or_path or "DINOv2-S")
+    return {"model": model, "epochs": args.epochs, **images_of(args), **PROMPTS.settings()}
+
+
+def study_parser(description: str | None, results: str, budgets: Sequence[int]) -> ArgumentParser:
+    """A parser with the options of a study with these runs. See `parse_study`.
+
+    Args:
+        description, results: As for `results_parser`.
+        budgets: Prompts in all, by default.
+    """
+    parser = results_parser(
+        description or "", results, checkpoint=True, epochs=15, train_images=400, validation_images=500,
+        image_size=28, threads=1,
+    )  # fmt: skip
+    parser.add_argument(
+        "--tasks", nargs="+", default=list(TASKS), choices=tasks.TASKS, help=f"default: {' '.join(TASKS)}"
+    )
+    numbers = " ".join(map(str, budgets))
+    parser.add_argument(
+        "--budgets", nargs="+", type=int, default=list(budgets), help=f"prompts in all (default: {numbers})"
+    )
+    return parser
+
+
+def parse_study(parser: ArgumentParser) -> Namespace:
+    """The arguments, with `num_blocks` of the backbone. Sets the number of threads."""
+    args = parser.parse_args()
+    args.num_blocks = AutoConfig.from_pretrained(args.model_name_or_path or prepare()).num_hidden_layers
+    torch.set_num_threads(args.threads)
+    return args
 
 
 class Together(torch.nn.Module):
@@ -75,9 +122,14 @@ class Together(torch.nn.Module):
         with self.active(adapter):
             return tasks.evaluate(self.model, split)
 
-    def drop(self, adapter: str) -> None:
-        """Train an adapter no further."""
-        self.names.remove(adapter)
+    def results(self, adapter: str, task: tasks.Task) -> dict[str, float]:
+        """What a run's line says of a trained adapter: losses, and accuracies in percent."""
+        splits = (task.train, task.validation, task.test)
+        (train_loss, _), (validation_loss, validation), (_, test) = [self.evaluate(adapter, split) for split in splits]
+        return {
+            "train_loss": train_loss, "validation_loss": validation_loss,
+            "validation_accuracy": 100 * validation, "test_accuracy": 100 * test,
+        }  # fmt: skip
 
     def clip_gradients(self, max_norm: float) -> None:
         """Clip the gradients of each adapter to a norm."""

@@ -27,11 +27,11 @@ def run(config, epochs=4, **adapter):
 
 @pytest.mark.parametrize("name", sorted(set(PRESETS) - {"A", "B", "adding"}))
 def test_relocating_strategies_keep_the_budget(name):
-    tuner, relocator = run(RelocationConfig.preset(name, idleness=mostly_idle, settle=0.0))
+    tuner, relocator = run(RelocationConfig.preset(name, idleness=mostly_idle, check_moves=False, settle=0.0))
     assert sum(tuner.prompt_distribution()) == 12
     moves = [record for record in relocator.history if record.prompt is not None]
     assert [record.epoch for record in moves] == [1, 2, 3]
-    assert all(math.isfinite(record.reward) for record in moves if record.note is None)
+    assert all(math.isfinite(record.reward) for record in moves)
     json.dumps([asdict(record) for record in relocator.history])
 
 
