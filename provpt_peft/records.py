@@ -34,7 +34,7 @@ class Relocation:
         loss_after: The same after the following epoch; None until it is known.
         reward: What the policy learned from the move, in loss units; None until it is known.
         policy: Diagnostics of the policy update that this reward triggered, if any.
-        note: The reason, if nothing was decided or learned, or if the move was undone.
+        note: The reason, if nothing was moved, decided or learned, or if the move was undone.
     """
 
     epoch: int
@@ -89,8 +89,8 @@ class Run:
         """The run itself, or a `ValueError` if it has no history of relocations or is too long to draw."""
         if not self.history:
             raise ValueError(
-                "The source must have a history of relocations, but it has none: either nothing moved, or it is an "
-                "adapter that was not trained with relocation. Give the callback, or a checkpoint of the Trainer."
+                "The source must have a history of relocations, but it has none: training was too short for one, or "
+                "an adapter was trained without relocation. Give the callback, or a checkpoint of the Trainer."
             )
         epochs = max(self.epochs, *(record.epoch for record in self.history))
         if epochs > _MOST_EPOCHS:

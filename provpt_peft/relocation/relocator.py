@@ -33,6 +33,7 @@ _NOTHING = (
     "No prompt will move: no block has more than one, and the last prompt of a block stays. Use more prompts, or "
     "`check_moves=False`."
 )
+_NONE = "There was no prompt to move."
 _UNDONE = "The loss was higher after this move: it was undone."
 _NOT_FINITE = "The loss or a score was not finite: no prompt was moved and no reward was learned."
 
@@ -129,7 +130,8 @@ class Relocator:
             progress: The share of training that is done, 0 … 1. Only `settle` uses it.
 
         Returns:
-            The records of the moves, empty if nothing moved. `history` keeps all of them.
+            The records of the moves, those that were undone too; empty if there was nothing to move. `history` keeps
+            them, and a record with a `note` for each relocation that found nothing to move.
         """
         self.try_out()
         move = self.epoch - self.first_epoch >= self.config.warmup_epochs and progress < 1.0 - self.config.settle
@@ -245,12 +247,12 @@ class Relocator:
             if action.block and relocation.note is None:
                 self._pending.append((relocation, action))
             moves.append(relocation)
-        self.history += moves
-        if moves:
-            first = asdict(moves[0])
-            names = {"prompt": "prompt", "from_block": "from_block", "to_block": "block", "idleness": "idleness"}
-            details = {name: first[of] for name, of in names.items() if first[of] is not None}
-            self.metrics |= {"moves": len(moves)} | details
+        none = Relocation(epoch=self.epoch, block_idleness=means, loss_before=loss, note=_NONE)
+        self.history += moves or [none]
+        first = asdict(moves[0] if moves else none)
+        names = {"prompt": "prompt", "from_block": "from_block", "to_block": "block", "idleness": "idleness"}
+        details = {name: first[of] for name, of in names.items() if first[of] is not None}
+        self.metrics |= {"moves": sum(move.block != move.from_block for move in moves)} | details
         return moves
 
     def _move(self, relocation: Relocation, loss: float, newcomers: set[int]) -> float:

@@ -130,7 +130,7 @@ def plot_idleness(source: Source) -> Figure:
         ValueError: If the source has no adapter or no history of relocations.
     """
     run = read_run(source).with_history()
-    scored = {move.epoch: move.block_idleness for move in run.choices if move.block_idleness and move.epoch}
+    scored = {record.epoch: record.block_idleness for record in run.history if record.block_idleness and record.epoch}
     if not scored:
         raise ValueError("The history must hold the blocks' idleness, but none of its relocations does. Train again.")
     table = torch.full((len(run.distribution), max(scored)), torch.nan)

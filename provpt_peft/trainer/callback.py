@@ -105,7 +105,7 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
         state.stateful_callbacks[name] = self.state()
 
     def _forget_attempt(self) -> None:
-        """Keep an attempt that ended before its first move, as with `auto_find_batch_size`, out of the record."""
+        """Keep what ended before the first relocation, as with `auto_find_batch_size`, out of the record."""
         if self.relocator is not None and len(self.relocator.history) == self._begun_with:
             config = self._adapter_config
             config.training = (config.training or {}) | {"epochs": self.relocator.first_epoch}

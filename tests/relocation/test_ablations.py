@@ -47,17 +47,17 @@ def test_pruning_is_done_once_and_for_good(name, share, kept):
     tuner, relocator = run(RelocationConfig.preset(name, prune_share=share))
     assert sum(tuner.prompt_distribution()) == kept
     assert (tuner.prompt_blocks() == 0).sum() == 12 - kept
-    assert [(record.epoch, record.block) for record in relocator.history] == [(1, 0)] * (12 - kept)
+    assert [(record.epoch, record.block) for record in relocator.run().choices] == [(1, 0)] * (12 - kept)
     # The most idle ones, in order.
-    idleness = [record.idleness for record in relocator.history]
+    idleness = [record.idleness for record in relocator.run().choices]
     assert idleness == sorted(idleness, reverse=True)
-    assert all(record.reward is None for record in relocator.history)
+    assert all(record.reward is None for record in relocator.run().choices)
 
 
 def test_adding_takes_prompts_from_the_reserve():
     tuner, relocator = run(RelocationConfig.preset("adding"), num_prompts=[2, 2, 2, 2], reserve=2)
     assert sum(tuner.prompt_distribution()) == 10
-    added = relocator.history
+    added = relocator.run().choices
     assert [(record.epoch, record.prompt, record.from_block) for record in added] == [(1, 8, 0), (2, 9, 0)]
     assert all(record.idleness is None for record in added)
     # Nothing was pruned, so the reward is the loss before minus the loss after.

@@ -37,6 +37,7 @@ def test_a_move_that_raises_the_loss_leaves_no_trace(after, optimizer_class):
     (record,) = relocator.relocate()
     assert (record.prompt, record.from_block, record.block) == (0, 1, 1)
     assert "undone" in record.note
+    assert relocator.metrics["moves"] == 0
     for now, then in zip((tuner.prompts(), tuner.prompt_blocks(), *state.values()), before, strict=True):
         assert torch.equal(now, then)
     relocator.finish()
@@ -113,7 +114,7 @@ def test_nothing_moves_where_each_block_has_one(caplog):
     made_up, relocator = relocator_with(lambda counts: 0.0, model)
     made_up.set([1.0] * 4, loss=1.0)
     assert relocator.relocate() == []
-    assert relocator.history == []
+    assert [(record.prompt, record.note) for record in relocator.history] == [(None, "There was no prompt to move.")]
     assert [record.getMessage()[:20] for record in caplog.records] == ["No prompt will move:"]
 
 

@@ -11,7 +11,7 @@ import tiny
 import torch
 from made_up import Chooses, relocator_of, scores_with
 
-from provpt_peft import ProVPTConfig, RelocationConfig, Relocator
+from provpt_peft import ProVPTConfig, RelocationConfig, Relocator, figures
 from provpt_peft.relocation.idleness import Idleness
 
 
@@ -291,6 +291,20 @@ def test_metrics_are_plain_numbers():
         "policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac",
     }  # fmt: skip
     assert all(type(value) in (int, float) for value in relocator.metrics.values())
+
+
+def test_a_relocation_that_finds_nothing_to_move_says_what_it_saw():
+    made_up, relocator = relocator_of(prompted()[0])
+    made_up.set([-1.0, -2.0, -3.0] * 4)
+    assert relocator.relocate() == []
+    (record,) = relocator.history
+    assert (record.epoch, record.prompt, record.note) == (1, None, "There was no prompt to move.")
+    assert record.block_idleness == [-2.0] * 4
+    assert record.loss_before == relocator.measure()[1]
+    assert relocator.metrics == {"moves": 0}
+    # Both pictures show it.
+    assert figures.plot_distribution_over_time(relocator).axes[0].images[0].get_array().tolist() == [[3, 3]] * 4
+    assert figures.plot_idleness(relocator).axes[0].images[0].get_array().tolist() == [[-2.0]] * 4
 
 
 # ---- objects that are handed in -------------------------------------------------------------------------------------
