@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import hub_server
 import numpy as np
@@ -21,7 +22,7 @@ from transformers import AutoModelForImageClassification, ViTImageProcessor
 
 from examples import dinov2_small
 from examples import finetune_image_classification as classification
-from examples.research import tasks
+from examples.research import ceiling, tasks
 from examples.research.common import fit, make_optimizer, make_relocator
 from examples.research.methods import Recipe
 from examples.research.together import Together
@@ -538,6 +539,28 @@ def test_ceiling_runs_the_best_on_fresh_seeds(run_script, tmp_path, checkpoint):
     run_script(*arguments, "--report")
     with Image.open(tmp_path / "distributions.png") as picture:
         assert picture.width > 300
+
+
+def test_the_distribution_that_other_tasks_choose():
+    """By validation accuracy of the others, and judged by test accuracy of the task itself."""
+    validation = {
+        "a": {"uniform": [9, 9], "x": [1, 1], "y": [2, 2]},
+        "b": {"uniform": [4, 4], "x": [6, 4], "y": [9, 7]},
+    }
+    test = {
+        "a": {"uniform": [50, 60], "x": [70, 70], "y": [51, 63]},
+        "b": {"uniform": [40, 40], "x": [9, 9], "y": [9, 9]},
+    }
+
+    class Results:
+        args = SimpleNamespace(tasks=["a", "b"], seeds=[0, 1])
+        complete = staticmethod(lambda task, budget: True)
+
+        def values(self, task, budget, seeds, metric):
+            return {"validation_accuracy": validation, "test_accuracy": test}[metric][task]
+
+    assert ceiling.gains_of_others(Results(), "a", 6) == [1, 3]  # y, the best on b
+    assert ceiling.gains_of_others(Results(), "b", 6) == [0, 0]  # the uniform one
 
 
 def test_trained_together_is_trained_alone():

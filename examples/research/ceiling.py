@@ -178,31 +178,76 @@ def gains(results: Results, task: str, budget: int) -> list[float]:
     return [statistics.mean(of_seed) - uniform for of_seed, uniform in by_seed]
 
 
+def gains_of_others(results: Results, task: str, budget: int) -> list[float]:
+    """The same of the distribution that is best on the other tasks by validation accuracy, of each seed of the search;
+    none where no other task has been run."""
+    seeds = results.args.seeds
+    others = [other for other in results.args.tasks if other != task and results.complete(other, budget)]
+    if not others:
+        return []
+    validated = [results.values(other, budget, seeds, "validation_accuracy") for other in others]
+    best = max(validated[0], key=lambda name: statistics.mean(statistics.mean(of_task[name]) for of_task in validated))
+    accuracies = results.values(task, budget, seeds, "test_accuracy")
+    return [chosen - uniform for chosen, uniform in zip(accuracies[best], accuracies[UNIFORM], strict=True)]
+
+
 def random_ones(results: Results, task: str, budget: int) -> tuple[float, dict[str, list[float]]]:
     """Mean test accuracy of the uniform distribution over the search's seeds, and the random ones' by seed."""
     accuracies = results.values(task, budget, results.args.seeds, "test_accuracy")
     return statistics.mean(accuracies.pop(UNIFORM)), accuracies
 
 
-def print_table(results: Results) -> None:
-    """Print a row for each task and budget that has all runs of the search."""
+def looked_at(results: Results, task: str, budget: int, epoch: int) -> float:
+    """Rank correlation of validation accuracies after some epochs with test accuracies at the end, the mean over the
+    search's seeds: what dropping distributions early would go by."""
+    names = list(distributions(budget, results.args))
+    ranks = []
+    for seed in results.args.seeds:
+        lines = [results.lines[task, budget, name, seed] for name in names]
+        early = [look["validation_accuracy"] for line in lines for look in line["looks"] if look["epoch"] == epoch]
+        if len(early) == len(lines):
+            ranks.append(spearmanr(early, [line["test_accuracy"] for line in lines]).statistic)
+    return statistics.mean(ranks) if ranks else math.nan
+
+
+def _print_header(cells: Sequence[str]) -> None:
+    print(f"\n| {' | '.join(cells)} |\n|{' --- |' * len(cells)}")
+
+
+def _differences(pairs: Sequence[float]) -> str:
+    return f"{mean_and_error(list(pairs), '+.1f')} ({len(pairs)})" if pairs else ""
+
+
+def print_tables(results: Results) -> None:
+    """Print what distributions are worth, then what the good ones have in common and how early it shows: a row for
+    each budget and task that has all runs of the search."""
     args = results.args
-    header = ["task", "prompts", "uniform", "random", "lowest", "highest"]
-    header += ["sd of distributions", "of seeds", "of the rest", *TRAITS, "best tenth - uniform, fresh seeds"]
-    print(f"\n| {' | '.join(header)} |\n|{' --- |' * len(header)}")
-    for task, budget in itertools.product(args.tasks, sorted(args.budgets)):
-        if not results.complete(task, budget):
-            continue
-        uniform, accuracies = random_ones(results, task, budget)
-        means = [statistics.mean(runs) for runs in accuracies.values()]
-        counts = [distributions(budget, args)[name] for name in accuracies]
-        ranks = [spearmanr(list(map(trait, counts)), means).statistic for trait in TRAITS.values()]
-        spreads = map(math.sqrt, variance_components(torch.tensor(list(accuracies.values())).T))
-        numbers = [uniform, statistics.mean(means), min(means), max(means), *spreads]
-        pairs = gains(results, task, budget)
-        cells = [task, str(budget), *(f"{number:.1f}" for number in numbers), *(f"{rank:+.2f}" for rank in ranks)]
-        cells.append(f"{mean_and_error(pairs, '+.1f')} ({len(pairs)})" if pairs else "")
-        print(f"| {' | '.join(cells)} |")
+    done = {budget: [task for task in args.tasks if results.complete(task, budget)] for budget in sorted(args.budgets)}
+    header = ["prompts", "task", "uniform", "random", "lowest", "highest"]
+    header += ["sd of distributions", "of seeds", "of the rest", "best tenth - uniform, fresh seeds"]
+    _print_header([*header, "best of the other tasks - uniform"])
+    for budget, of_budget in done.items():
+        best, of_others = ({task: f(results, task, budget) for task in of_budget} for f in (gains, gains_of_others))
+        for task in of_budget:
+            uniform, accuracies = random_ones(results, task, budget)
+            means = [statistics.mean(runs) for runs in accuracies.values()]
+            spreads = map(math.sqrt, variance_components(torch.tensor(list(accuracies.values())).T))
+            numbers = [uniform, statistics.mean(means), min(means), max(means), *spreads]
+            cells = [str(budget), task, *(f"{number:.1f}" for number in numbers)]
+            print(f"| {' | '.join([*cells, _differences(best[task]), _differences(of_others[task])])} |")
+        if len(of_budget) > 1:
+            pooled = [_differences(list(itertools.chain(*by_task.values()))) for by_task in (best, of_others)]
+            print(f"| {' | '.join([str(budget), 'all', *[''] * 7, *pooled])} |")
+
+    _print_header(["prompts", "task", *TRAITS, *(f"after {epoch} epochs" for epoch in LOOKS)])
+    for budget, of_budget in done.items():
+        for task in of_budget:
+            _, accuracies = random_ones(results, task, budget)
+            means = [statistics.mean(runs) for runs in accuracies.values()]
+            counts = [distributions(budget, args)[name] for name in accuracies]
+            ranks = [spearmanr(list(map(trait, counts)), means).statistic for trait in TRAITS.values()]
+            ranks += [looked_at(results, task, budget, epoch) for epoch in LOOKS]
+            print(f"| {budget} | {task} | {' | '.join(f'{rank:+.2f}' for rank in ranks)} |")
 
 
 def draw(results: Results, path: Path) -> None:
@@ -246,7 +291,7 @@ def main() -> None:
             wanted = [key for task in args.tasks for key in Results(args).missing(task, budget, fresh)]
             for key in tqdm(wanted, desc=f"{budget} prompts, {'fresh seeds' if fresh else 'search'}"):
                 append_lines(args.output, run(*key, args))
-    print_table(Results(args))
+    print_tables(Results(args))
     if args.report:
         draw(Results(args), args.pictures / "distributions.png")
 
