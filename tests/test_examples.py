@@ -22,7 +22,7 @@ from transformers import AutoModelForImageClassification, ViTImageProcessor
 
 from examples import dinov2_small
 from examples import finetune_image_classification as classification
-from examples.research import ceiling, tasks
+from examples.research import ceiling, idle_picks, tasks
 from examples.research.common import fit, make_optimizer, make_relocator
 from examples.research.methods import Recipe
 from examples.research.together import Together
@@ -559,8 +559,11 @@ def test_the_distribution_that_other_tasks_choose():
         def values(self, task, budget, seeds, metric):
             return {"validation_accuracy": validation, "test_accuracy": test}[metric][task]
 
-    assert ceiling.gains_of_others(Results(), "a", 6) == [1, 3]  # y, the best on b
-    assert ceiling.gains_of_others(Results(), "b", 6) == [0, 0]  # the uniform one
+    assert ceiling.best_of_others(Results(), "a", 6) == ["y"]
+    assert ceiling.best_of_others(Results(), "b", 6) == ["uniform"]
+    assert ceiling.gains(Results(), "a", 6, ["y"], [0, 1]) == [1, 3]
+    assert ceiling.gains(Results(), "a", 6, ["x", "y"], [0, 1]) == [10.5, 6.5]
+    assert ceiling.gains(Results(), "a", 6, ["z"], [0, 1]) == []
 
 
 def test_trained_together_is_trained_alone():
@@ -649,16 +652,23 @@ def test_what_prompts_that_a_score_calls_idle_do(run_script, tmp_path, checkpoin
             assert 0 <= line[score]["pick"] < 8
             assert (line[score]["score"] > 0) == (line[score]["idle"] > 0)
             assert line[score]["true"] <= line["highest"]
-    for score in ("activity", "fisher", "taylor"):
         row = next(row for row in output.splitlines() if row.startswith(f"| 8 | {score} |")).split(" | ")
-        shares = [line[score]["true"] / line["mean"] for line in lines if line[score]["idle"]]
-        assert row[3] == f"{len(shares)} of 2"
-        if shares:
-            assert row[4:7] == [
-                str(sum(share > 0.1 for share in shares)), f"{sum(shares) / len(shares):+.2f}", f"{max(shares):+.2f}"
-            ]  # fmt: skip
+        assert row[3] == f"{sum(line[score]['idle'] > 0 for line in lines)} of 2"
     assert run_script(*arguments) == output
     assert len(read_results(tmp_path)) == 2
+
+
+def test_a_pick_is_needed_if_the_loss_rises_without_it(capsys):
+    """Four looks. At the third the average prompt raises the loss, and so does the pick; at the last there is none."""
+    looks = [(-0.25, -0.125, 1), (-0.5, -0.0625, 1), (0.125, 0.25, 1), (-1.0, -1.0, 0)]
+    of = [{"idle": idle, "true": true, "spearman": 0.5} for _, true, idle in looks]
+    lines = [
+        {"budget": 8, "mean": mean, "activity": score, "fisher": score, "taylor": score}
+        for (mean, _, _), score in zip(looks, of, strict=True)
+    ]
+    idle_picks.print_table(lines, SimpleNamespace(budgets=[8]))
+    # Without the picks the loss rises by 1/2, 1/8 and -2 of what it changes without the average prompt.
+    assert "| 8 | activity | 9 % | 3 of 4 | 2 | +0.12 | +0.50 | 0.50 |" in capsys.readouterr().out
 
 
 VTAB_METHODS = (

@@ -26,8 +26,6 @@ import torch
 from scipy.stats import spearmanr
 from tqdm.auto import tqdm
 
-from provpt_peft.optimizer import prompts_lr
-
 from . import tasks
 from .common import (
     append_lines,
@@ -38,7 +36,7 @@ from .common import (
     variance_components,
 )
 from .pictures import BLUE, GREEN, ORANGE, VERMILLION, plt, save
-from .together import Together, parse_study, protocol, study_parser, uniform_counts
+from .together import Together, parse_study, protocol, rate_of, study_parser, uniform_counts
 
 
 BUDGETS = (12, 6, 24, 60)
@@ -68,11 +66,6 @@ def distributions(budget: int, args: Namespace) -> dict[str, list[int]]:
     return {UNIFORM: uniform_counts(budget, args.num_blocks)} | {
         f"random {number}": random_counts(budget, args.num_blocks, number) for number in numbers
     }
-
-
-def rate_of(counts: Sequence[int]) -> float:
-    """The learning rate of a distribution's prompts, by their number per block that has any."""
-    return prompts_lr(sum(counts) / sum(map(bool, counts)))
 
 
 def run(task_name: str, budget: int, names: Sequence[str], seed: int, args: Namespace) -> list[dict[str, Any]]:
@@ -167,28 +160,24 @@ def used_blocks(counts: list[int]) -> float:
 TRAITS = {"first block": first_block, "centre of mass": centre, "blocks used": used_blocks}
 
 
-def gains(results: Results, task: str, budget: int) -> list[float]:
-    """Test accuracy of the best tenth minus the uniform distribution's, of each fresh seed: the best tenth's mean."""
-    accuracies = results.values(task, budget, results.args.fresh_seeds, "test_accuracy")
-    names = results.best(task, budget)
+def gains(results: Results, task: str, budget: int, names: Sequence[str], seeds: list[int]) -> list[float]:
+    """Test accuracy of some distributions, their mean, minus the uniform one's, of each seed; none before all have
+    been run."""
+    accuracies = results.values(task, budget, seeds, "test_accuracy")
     if not names or not {UNIFORM, *names} <= set(accuracies):
         return []
-    best = [accuracies[name] for name in names]
-    by_seed = zip(zip(*best, strict=True), accuracies[UNIFORM], strict=True)
+    by_seed = zip(zip(*(accuracies[name] for name in names), strict=True), accuracies[UNIFORM], strict=True)
     return [statistics.mean(of_seed) - uniform for of_seed, uniform in by_seed]
 
 
-def gains_of_others(results: Results, task: str, budget: int) -> list[float]:
-    """The same of the distribution that is best on the other tasks by validation accuracy, of each seed of the search;
-    none where no other task has been run."""
-    seeds = results.args.seeds
+def best_of_others(results: Results, task: str, budget: int) -> list[str]:
+    """The distribution that is best on the other tasks by validation accuracy; none where no other has been run."""
     others = [other for other in results.args.tasks if other != task and results.complete(other, budget)]
-    if not others:
+    of_tasks = [results.values(other, budget, results.args.seeds, "validation_accuracy") for other in others]
+    if not of_tasks:
         return []
-    validated = [results.values(other, budget, seeds, "validation_accuracy") for other in others]
-    best = max(validated[0], key=lambda name: statistics.mean(statistics.mean(of_task[name]) for of_task in validated))
-    accuracies = results.values(task, budget, seeds, "test_accuracy")
-    return [chosen - uniform for chosen, uniform in zip(accuracies[best], accuracies[UNIFORM], strict=True)]
+    means = {name: statistics.mean(run for of_task in of_tasks for run in of_task[name]) for name in of_tasks[0]}
+    return [max(means, key=means.__getitem__)]
 
 
 def random_ones(results: Results, task: str, budget: int) -> tuple[float, dict[str, list[float]]]:
@@ -214,8 +203,8 @@ def _print_header(cells: Sequence[str]) -> None:
     print(f"\n| {' | '.join(cells)} |\n|{' --- |' * len(cells)}")
 
 
-def _differences(pairs: Sequence[float]) -> str:
-    return f"{mean_and_error(list(pairs), '+.1f')} ({len(pairs)})" if pairs else ""
+def _differences(pairs: list[float]) -> str:
+    return f"{mean_and_error(pairs, '+.1f')} ({len(pairs)})" if pairs else ""
 
 
 def print_tables(results: Results) -> None:
@@ -227,16 +216,20 @@ def print_tables(results: Results) -> None:
     header += ["sd of distributions", "of seeds", "of the rest", "best tenth - uniform, fresh seeds"]
     _print_header([*header, "best of the other tasks - uniform"])
     for budget, of_budget in done.items():
-        best, of_others = ({task: f(results, task, budget) for task in of_budget} for f in (gains, gains_of_others))
+        best, of_others = [], []
         for task in of_budget:
             uniform, accuracies = random_ones(results, task, budget)
             means = [statistics.mean(runs) for runs in accuracies.values()]
             spreads = map(math.sqrt, variance_components(torch.tensor(list(accuracies.values())).T))
             numbers = [uniform, statistics.mean(means), min(means), max(means), *spreads]
-            cells = [str(budget), task, *(f"{number:.1f}" for number in numbers)]
-            print(f"| {' | '.join([*cells, _differences(best[task]), _differences(of_others[task])])} |")
+            others = best_of_others(results, task, budget)
+            best.append(gains(results, task, budget, results.best(task, budget), args.fresh_seeds))
+            of_others.append(gains(results, task, budget, others, args.seeds))
+            chosen = UNIFORM if others == [UNIFORM] else ": ".join([*others, _differences(of_others[-1])])
+            cells = [str(budget), task, *(f"{number:.1f}" for number in numbers), _differences(best[-1]), chosen]
+            print(f"| {' | '.join(cells)} |")
         if len(of_budget) > 1:
-            pooled = [_differences(list(itertools.chain(*by_task.values()))) for by_task in (best, of_others)]
+            pooled = [_differences([*itertools.chain(*by_task)]) for by_task in (best, of_others)]
             print(f"| {' | '.join([str(budget), 'all', *[''] * 7, *pooled])} |")
 
     _print_header(["prompts", "task", *TRAITS, *(f"after {epoch} epochs" for epoch in LOOKS)])

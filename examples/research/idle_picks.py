@@ -20,11 +20,10 @@ from scipy.stats import spearmanr
 from tqdm.auto import tqdm
 
 from provpt_peft import RelocationConfig
-from provpt_peft.optimizer import prompts_lr
 
 from . import tasks
 from .common import append_lines, exact_idleness, make_base, make_relocator, read_lines
-from .together import Together, parse_study, protocol, study_parser, uniform_counts
+from .together import Together, parse_study, protocol, rate_of, study_parser, uniform_counts
 
 
 SCORES = ("activity", "fisher", "taylor")
@@ -35,7 +34,8 @@ def run(task_name: str, budget: int, seed: int, args: Namespace) -> list[dict[st
     """Train once, and look at the scores on the way. Returns a line for each look."""
     task = tasks.load(task_name, args.image_size, args.train_images, args.validation_images, seed)
     base = make_base(task.num_labels, seed, args.model_name_or_path)
-    together = Together(base, [uniform_counts(budget, args.num_blocks)], seed)
+    counts = uniform_counts(budget, args.num_blocks)
+    together = Together(base, [counts], seed)
     (adapter,) = together.names
     lines = []
 
@@ -60,7 +60,7 @@ def run(task_name: str, budget: int, seed: int, args: Namespace) -> list[dict[st
                 }  # fmt: skip
         lines.append(line)
 
-    together.fit(task.train, args.epochs, seed, prompts_lr(budget / args.num_blocks), after_epoch=look)
+    together.fit(task.train, args.epochs, seed, rate_of(counts), after_epoch=look)
     return lines
 
 
@@ -74,8 +74,9 @@ def print_table(lines: list[dict[str, Any]], args: Namespace) -> None:
             continue
         idle = statistics.mean(line[score]["idle"] for line in looks) / budget
         picks = [line for line in looks if line[score]["idle"]]
-        # How much the loss rises without the pick, over how much it does without a prompt on average.
-        shares = [line[score]["true"] / line["mean"] for line in picks]
+        # How much the loss rises without the pick, over how much it changes without a prompt on average. At some looks
+        # the average prompt raises the loss.
+        shares = [-line[score]["true"] / abs(line["mean"]) for line in picks]
         rank = statistics.median(line[score]["spearman"] for line in looks)
         cells = [str(budget), score, f"{100 * idle:.0f} %", f"{len(picks)} of {len(looks)}"]
         if picks:

@@ -21,7 +21,6 @@ import torch
 from tqdm.auto import tqdm
 
 from provpt_peft import RelocationConfig, Relocator
-from provpt_peft.optimizer import prompts_lr
 
 from . import tasks
 from .common import (
@@ -33,7 +32,7 @@ from .common import (
     read_lines,
     refuse_other_images,
 )
-from .together import Together, parse_study, protocol, study_parser, uniform_counts
+from .together import Together, parse_study, protocol, rate_of, study_parser, uniform_counts
 
 
 BUDGETS = (24, 60)
@@ -75,7 +74,7 @@ class Candidate:
     Args:
         relocation: How its prompts move; None if they stay.
         restart: Instead of moving, the prompts get new vectors.
-        learning_rate: Of the prompts; None for `prompts_lr`.
+        learning_rate: Of the prompts; None for that of `rate_of`.
     """
 
     relocation: RelocationConfig | None = None
@@ -109,7 +108,7 @@ def run(task_name: str, budget: int, names: Sequence[str], seed: int, args: Name
     base = make_base(task.num_labels, seed, args.model_name_or_path)
     together = Together(base, [counts] * len(names), seed)
     of_adapter = dict(zip(together.names, (CANDIDATES[name] for name in names), strict=True))
-    rates = [c.learning_rate or prompts_lr(budget / args.num_blocks) for c in of_adapter.values()]
+    rates = [c.learning_rate or rate_of(counts) for c in of_adapter.values()]
 
     def movers(optimizer: torch.optim.Optimizer) -> dict[str, Mover]:
         made: dict[str, Mover] = {}

@@ -15,6 +15,7 @@ from peft import get_peft_model
 from transformers import AutoConfig, PreTrainedModel
 
 from provpt_peft import ProVPTConfig
+from provpt_peft.optimizer import prompts_lr
 
 from ..dinov2_small import prepare
 from . import tasks
@@ -29,6 +30,11 @@ def uniform_counts(budget: int, num_blocks: int) -> list[int]:
     """Prompts in each block, spread evenly: 6 prompts in 12 blocks are in every second one."""
     blocks = torch.arange(budget) * num_blocks // budget
     return torch.bincount(blocks, minlength=num_blocks).tolist()
+
+
+def rate_of(counts: Sequence[int]) -> float:
+    """The learning rate of a distribution's prompts, by their number per block that has any."""
+    return prompts_lr(sum(counts) / sum(map(bool, counts)))
 
 
 def protocol(args: Namespace) -> dict[str, Any]:
