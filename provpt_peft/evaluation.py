@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -44,25 +43,22 @@ def copy_of(batch: Any) -> Any:
 
 
 @contextmanager
-def in_eval_mode(model: nn.Module) -> Iterator[None]:
+def in_eval_mode(model: nn.Module, checkpointed: Sequence[Any]) -> Iterator[None]:
     """Put a model into eval mode, and afterwards put the modules that were training back into training mode.
 
-    Blocks with gradient checkpointing stay in training mode: transformers only checkpoints if the block's own flag is
-    set, and nothing else reads that flag. Their checkpoints are non-reentrant, as `torch.autograd.grad` requires.
+    Args:
+        model: The model.
+        checkpointed: Modules that stay in training mode if they checkpoint activations, since transformers only does
+            so then. They must not read their flag for anything else.
     """
     was_training: list[Any] = [module for module in model.modules() if module.training]
-    checkpointed = [module for module in was_training if getattr(module, "gradient_checkpointing", False)]
-    functions = {m: m._gradient_checkpointing_func for m in checkpointed if hasattr(m, "_gradient_checkpointing_func")}
+    kept = [module for module in checkpointed if module.training and module.gradient_checkpointing]
     try:
         model.eval()
-        for module, function in functions.items():
+        for module in kept:
             module.training = True
-            if getattr(function, "keywords", {}).get("use_reentrant"):
-                module._gradient_checkpointing_func = partial(function, use_reentrant=False)
         yield
     finally:
-        for module, function in functions.items():
-            module._gradient_checkpointing_func = function
         for module in was_training:
             module.training = True
 

@@ -135,12 +135,17 @@ class _OnOutput(torch.autograd.Function):
         ctx.save_for_backward(output, query, key, value)
         ctx.images, ctx.count = gates.shape
         ctx.scaling, ctx.attend = scaling, attend
+        device = query.device.type
+        ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         output, query, key, value = ctx.saved_tensors
-        weights = _prompt_weights(query, key, ctx.count, ctx.scaling, ctx.attend)
+        # Keys, queries and masks may have different dtypes, which autocast made one in the forward pass.
+        device, dtype, enabled = ctx.autocast
+        with torch.autocast(device, dtype, enabled):
+            weights = _prompt_weights(query, key, ctx.count, ctx.scaling, ctx.attend)
         weights = weights / (1 - weights.clamp(max=MOST_WEIGHT))
         # Products of float16 overflow before the gradients do.
         wide = grad.float() if grad.dtype == torch.float16 else grad

@@ -42,8 +42,18 @@ class MixedBatch:
         self, names: Sequence[str], prompts: Mapping[str, Tensor], rows: Mapping[str, Sequence[Tensor | None]]
     ) -> None:
         self.names = list(names)
+        # What a windowed block last saw in this pass. Its own count is that of any thread.
+        self.images = len(self.names)
         blocks = zip(*rows.values(), strict=True)
         self._blocks = [self._seen(dict(zip(rows, of_block, strict=True)), prompts) for of_block in blocks]
+
+    def check(self, images: int) -> None:
+        """Raise a ValueError if the vision model sees another number of images than there are names."""
+        if images != len(self.names):
+            raise ValueError(
+                "`adapter_names` must name an adapter for each image that the vision model sees, got "
+                f"{len(self.names)} names for {images} images. If a sample has several images, repeat its name."
+            )
 
     def of_block(self, number: int) -> SeenPrompts | None:
         """The prompts that the images see in a block, 1 … L. None if no image sees any."""

@@ -14,8 +14,15 @@ from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
 
 from .backbone.attention import PromptedBlock
-from .backbone.checkpointing import CheckpointInputs
-from .backbone.checks import check_modules_to_save, check_new_adapter, check_shallow, check_unadapted, modules_around
+from .backbone.checkpointing import Checkpointing
+from .backbone.checks import (
+    check_modules_to_save,
+    check_new_adapter,
+    check_shallow,
+    check_sharding,
+    check_unadapted,
+    modules_around,
+)
 from .backbone.families import find_blocks, resolve
 from .backbone.shallow import ShallowPrompts
 from .config import BackboneFamily, ProVPTConfig, absolute
@@ -138,12 +145,14 @@ class ProVPTModel(BaseTuner):
 
         Raises:
             ValueError: If the model has no known blocks or contains another PEFT method, if the config does not fit
-                its blocks, or if the adapter's name cannot be used. The model is then unchanged.
+                its blocks, if the adapter's name cannot be used, or if FSDP 2 is set up in a way that cannot work. The
+                model is then unchanged.
         """
         config = self.peft_config[adapter_name] = self.peft_config[adapter_name].for_a_model()
         # So that the adapter is loaded from any folder.
         config.base_model_name_or_path = absolute(config.base_model_name_or_path)
         first = "bank" not in self._modules
+        check_sharding()
         if first:
             check_unadapted(model)
         check_new_adapter(model, adapter_name, self.peft_config)
@@ -184,11 +193,12 @@ class ProVPTModel(BaseTuner):
         self.bank.train(model.training)
         self.blocks = [PromptedBlock(*parts, self.bank, number) for number, parts in enumerate(found, start=1)]
         self._records: dict[str, dict[str, Any] | None] = {}
-        self._calls = 0  # calls of the model around the base model that are in progress
+        # An entry for each call of the model around the base model that is in progress. Copies of the tuner share it.
+        self._calls: list[None] = []
         self._call_check = model.register_forward_pre_hook(self._check_call)
         self.register_load_state_dict_pre_hook(ProVPTModel._check_whole)
         self.shallow = ShallowPrompts(self.blocks[0].block, self.blocks[-1].block, self.bank)
-        self._checkpointing = CheckpointInputs(around, self.bank)
+        self.checkpointing = Checkpointing(model, [block.block for block in self.blocks], self.bank)
 
     def _replace_module(self, parent: nn.Module, name: str, new: nn.Module, child: nn.Module) -> None:
         """PEFT's own method also copies a `weight`, but a head of several layers has no single one."""
@@ -265,6 +275,12 @@ class ProVPTModel(BaseTuner):
     @contextmanager
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
         # PEFT calls this around each forward.
+        if getattr(self, "_is_replica", False):
+            raise ValueError(
+                "A block's prompts must be on the device of its images, but `nn.DataParallel` copies only the model "
+                "(the Trainer uses it if one process has several devices). Start one process per device with "
+                "`accelerate launch`, or set CUDA_VISIBLE_DEVICES to one device."
+            )
         names = kwargs.pop("adapter_names", None)
         if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._record_image_size(kwargs.get("pixel_values", args[0] if args else None))
@@ -307,7 +323,8 @@ class ProVPTModel(BaseTuner):
             )
         if isinstance(names, str) or not all(isinstance(name, str) for name in names):
             raise ValueError(f"`adapter_names` must be a list of names, one for each image, got {names!r}.")
-        images = next((len(tensor) for tensor in inputs if isinstance(tensor, Tensor)), len(names))
+        # What a larger model makes of its samples is only known in the first block, which checks again.
+        images = next((len(each) for each in inputs if isinstance(each, Tensor) and each.dim() == 4), len(names))
         if len(names) != images:
             raise ValueError(
                 f"`adapter_names` must name an adapter for each image, got {len(names)} names for {images} images. "
@@ -346,11 +363,11 @@ class ProVPTModel(BaseTuner):
 
     @contextmanager
     def _called(self) -> Iterator[None]:
-        self._calls += 1
+        self._calls.append(None)
         try:
             yield
         finally:
-            self._calls -= 1
+            self._calls.pop()
 
     def _check_call(self, model: nn.Module, args: tuple[Any, ...]) -> None:
         """Warn once if the base model is trained instead of the model around it: its own parameters do not include the
@@ -422,7 +439,7 @@ class ProVPTModel(BaseTuner):
         return model
 
     def _remove_blocks(self) -> None:
-        hooked: list[Any] = [*self.blocks, self.shallow, self._checkpointing, self._call_check]
+        hooked: list[Any] = [*self.blocks, self.shallow, self.checkpointing, self._call_check]
         for part in hooked:
             part.remove()
 

@@ -36,7 +36,7 @@ SCENARIOS = {
         arguments=dict(
             eval_strategy="epoch",
             gradient_checkpointing=True,
-            gradient_checkpointing_kwargs={"use_reentrant": False},
+            gradient_checkpointing_kwargs={"use_reentrant": True},
         ),
         relocation=CHECKED,
     ),

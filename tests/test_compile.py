@@ -3,6 +3,7 @@
 import pytest
 import tiny
 import torch
+from accelerate.utils import compile_regions
 from torch._dynamo.utils import counters
 
 
@@ -43,3 +44,12 @@ def test_compiled_equals_eager_before_and_after_moves(backend):
         graphs.append(counters["stats"]["unique_graphs"])
     # One graph, a second one for a block without prompts.
     assert graphs == [1, 1, 1, 2, 2, 2, 2]
+
+
+@tiny.needs_compile
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_blocks_compiled_one_by_one_are_called_through_their_model(caplog):
+    """accelerate's copy of the model shares what the tuner keeps."""
+    model = compile_regions(tiny.prompted(tiny.make("vit")).train(), backend="eager")
+    model(pixel_values=tiny.images())
+    assert not [record for record in caplog.records if record.name.startswith("provpt_peft")]

@@ -196,6 +196,36 @@ def test_names_that_do_not_fit_are_refused(names, message):
     assert model.base_model.bank.mixed() is None
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["vit", "swin"])
+def test_samples_of_several_images(family):
+    """As where a larger model cuts its samples into tiles: the first has three of the four images."""
+
+    class Tiles(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.vision = tiny.make(family)
+
+        def forward(self, tokens, tiles):
+            return self.vision(pixel_values=tiles.flatten(0, 1)).logits
+
+    model = get_peft_model(Tiles(), ProVPTConfig(num_prompts=3)).eval()
+    model.add_adapter("other", ProVPTConfig(num_prompts=3))
+    for adapter in ("default", "other"):
+        model.base_model.prompts(adapter).normal_()
+    tokens, tiles = torch.zeros(2, 5), tiny.images(4).unflatten(0, (2, 2))
+    with pytest.raises(
+        ValueError, match=r"each image that the vision model sees, got 2 names for 4 images\. If a sample"
+    ):
+        model(tokens, tiles, adapter_names=["default", "other"])
+    names = ["default", "default", "default", "other"]
+    mixed = model(tokens, tiles, adapter_names=names)
+    for adapter in ("default", "other"):
+        model.set_adapter(adapter)
+        rows = torch.tensor([name == adapter for name in names])
+        torch.testing.assert_close(mixed[rows], model(tokens, tiles)[rows], atol=1e-5, rtol=1e-5)
+
+
 def test_training_is_refused():
     model = several("vit").train()
     with pytest.raises(ValueError, match="`adapter_names` is for inference"):

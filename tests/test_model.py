@@ -452,7 +452,7 @@ def test_embeddings_that_are_trained_or_copied_under_checkpointing(use_reentrant
             assert (clone.base_model.prompts().grad != 0).any(dim=1).all()
             clone.zero_grad()
     copied = copy.deepcopy(model)
-    assert copied.base_model._checkpointing.bank is copied.base_model.bank
+    assert copied.base_model.checkpointing.bank is copied.base_model.bank
 
 
 def test_failure_inside_peft_leaves_the_model_as_it_was(monkeypatch):
@@ -644,6 +644,33 @@ def test_a_thread_that_evaluates_while_another_one_scores():
     assert torch.equal(meanwhile[0], expected)
 
 
+# ---- wrappers -------------------------------------------------------------------------------------------------------
+
+
+def test_data_parallel_is_refused():
+    """A replica as `nn.DataParallel` makes it, of the modules that the call goes through."""
+    model = tiny.prompted(tiny.make("vit"))
+    replica, tuner = (module._replicate_for_data_parallel() for module in (model, model.base_model))
+    replica.base_model = tuner
+    with pytest.raises(ValueError, match=r"`nn\.DataParallel` copies only the model .* `accelerate launch`"):
+        replica(pixel_values=tiny.images())
+
+
+def test_a_way_of_loading_that_takes_no_buffers_is_refused(monkeypatch):
+    for name, value in dict(ACCELERATE_USE_FSDP="true", FSDP_CPU_RAM_EFFICIENT_LOADING="true").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("FSDP_VERSION", "1")
+    tiny.prompted(tiny.make("vit"))
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    base = tiny.make("vit")
+    before = logits(base)
+    with pytest.raises(ValueError, match=r"Set `fsdp_cpu_ram_efficient_loading` to false"):
+        tiny.prompted(base)
+    assert torch.equal(logits(base), before)
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")
+    tiny.prompted(base)
+
+
 # ---- the base model by itself ---------------------------------------------------------------------------------------
 
 
@@ -728,14 +755,13 @@ def test_disabled_adapter_has_the_base_model_s_dropout():
     assert torch.equal(logits(model), logits(model))
 
 
-def checkpointed(family, use_reentrant, enable_first=False):
-    """The gradient of the prompts, and how often an attention was computed. `use_reentrant=None`: no checkpointing."""
+def checkpointed(family, settings, enable_first=False):
+    """The gradient of the prompts, and how often an attention was computed. No checkpointing without settings."""
     base = tiny.make(family)
-    settings = {"use_reentrant": use_reentrant}
-    if enable_first:
+    if settings is not None and enable_first:
         base.gradient_checkpointing_enable(settings)
     model = tiny.prompted(base).train()
-    if use_reentrant is not None and not enable_first:
+    if settings is not None and not enable_first:
         model.gradient_checkpointing_enable(settings)
     calls = []
     for block in model.base_model.blocks:
@@ -745,14 +771,15 @@ def checkpointed(family, use_reentrant, enable_first=False):
     return output.logits.detach(), model.base_model.prompts().grad, len(calls) / model.base_model.num_blocks
 
 
-# Inside a checkpointed stage transformers 5.9 checkpoints blocks without gradients too, which PyTorch warns of.
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
+# PyTorch's default is reentrant.
 @pytest.mark.parametrize("enable_first", [False, True])
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize(
+    "settings", [dict(use_reentrant=False), dict(use_reentrant=True), dict(preserve_rng_state=False)]
+)
 @pytest.mark.parametrize("family", ["vit", "dinov2", "dinov2_registers", "swin", "swinv2", "clip", "data2vec"])
-def test_gradient_checkpointing_recomputes_and_agrees(family, use_reentrant, enable_first):
+def test_gradient_checkpointing_recomputes_and_agrees(family, settings, enable_first):
     plain_logits, plain, once = checkpointed(family, None)
-    logits, recomputed, twice = checkpointed(family, use_reentrant, enable_first)
+    logits, recomputed, twice = checkpointed(family, settings, enable_first)
     torch.testing.assert_close(logits, plain_logits, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(recomputed, plain, atol=1e-6, rtol=1e-5)
     assert once == 1

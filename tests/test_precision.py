@@ -88,6 +88,30 @@ def test_taylor_scores_of_a_bf16_backbone_are_finite(precision):
     assert PRECISIONS[precision]("dinov2", "taylor").score.isfinite().all()
 
 
+@pytest.mark.parametrize("family", ["vit", "swin", "swinv2", "beit", "data2vec", "maskformer_swin", "dinov3"])
+def test_scoring_attends_in_the_dtypes_of_the_forward_pass(family, monkeypatch):
+    """Kernels of GPUs take masks of the queries' dtype only. Outside of autocast nothing makes them so."""
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def strict(query, key, value, attn_mask=None, **kwargs):
+        if not torch.is_autocast_enabled("cpu"):
+            masks = [] if attn_mask is None or attn_mask.dtype == torch.bool else [attn_mask]
+            assert {tensor.dtype for tensor in (query, key, value, *masks)} == {query.dtype}
+        return attention(query, key, value, attn_mask=attn_mask, **kwargs)
+
+    def compute_loss(model, batch):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(**batch).loss
+
+    batch = dict(tiny.inputs(family, 4), labels=tiny.labels(4))
+    full = Relocator(prompted(family), RelocationConfig(idleness="fisher"), score_batches=[batch]).measure()[0]
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", strict)
+    config = RelocationConfig(idleness="fisher")
+    half = Relocator(prompted(family), config, score_batches=[batch], compute_loss=compute_loss).measure()[0]
+    assert spearman(half.score, full.score) >= 0.98
+    assert (half.score - full.score).abs().max() <= 0.05 * full.score.abs().max()
+
+
 # ---- Trainer --------------------------------------------------------------------------------------------------------
 
 

@@ -39,6 +39,7 @@ RECIPES = {
     "LoRA 1, 3e-3, head 1e-3": ("lora-1", Recipe((3e-3,), warmup=0.1, **OLDER)),
     "LoRA 1, 3e-3, head 1e-3, warm-up 0.3": ("lora-1", Recipe((3e-3,), **OLDER)),
     "LoRA 1, 3e-3, head 1e-3, warm-up 0.3, batch 16": ("lora-1", Recipe((3e-3,), max_grad_norm=None)),
+    "LoRA 1, 3e-3, head 1e-3, warm-up 0.3, batch 16, clipped at 1": ("lora-1", Recipe((3e-3,))),
     "LoRA 1, 1e-3, head 1e-3, warm-up 0.3, batch 16": ("lora-1", Recipe((1e-3,))),
     "LoRA 1, 1e-3, head 1e-3, warm-up 0.3, batch 8": ("lora-1", Recipe((1e-3,), batch_size=8)),
     "LoRA 1, 3e-3, head 1e-3, warm-up 0.3, batch 8": ("lora-1", Recipe((3e-3,), batch_size=8)),

@@ -74,6 +74,9 @@ class PromptedBlock:
 
     def _count_images(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self.images = args[0].shape[0]
+        mixed = self.bank.mixed()
+        if mixed is not None:
+            mixed.images = args[0].shape[0]
 
     def _check_reached(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not self.reached and not torch.compiler.is_compiling():
@@ -209,6 +212,7 @@ def prompted_attention(
     hidden, gates = None, None
     mixed = bank.mixed()
     if mixed is not None:
+        mixed.check(images if block.images is None else mixed.images)
         seen = mixed.of_block(block.number)
         if seen is None:
             return block.attend(query, key, value, attention_mask, **kwargs)

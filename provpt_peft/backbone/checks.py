@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 
+from accelerate.utils import parse_flag_from_env
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import AuxiliaryTrainingWrapper
 from torch import nn
@@ -19,6 +21,17 @@ from .families import resolve
 def modules_around(model: nn.Module, block: nn.Module) -> list[nn.Module]:
     """The modules that contain a block, from the model down to the block itself."""
     return [module for module in model.modules() if any(part is block for part in module.modules())]
+
+
+def check_sharding() -> None:
+    """Refuse an option of FSDP 2 with which accelerate would fail when it shards the model: it takes no buffers."""
+    flags = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
+    if all(map(parse_flag_from_env, flags)) and os.environ.get("FSDP_VERSION") == "2":
+        raise ValueError(
+            "FSDP 2 must not load models in the way that saves CPU memory, which takes parameters only: the blocks of "
+            "the prompts are a buffer. Set `fsdp_cpu_ram_efficient_loading` to false, in accelerate's config or "
+            "with `accelerate launch --fsdp_cpu_ram_efficient_loading false`."
+        )
 
 
 def check_modules_to_save(

@@ -102,7 +102,7 @@ class Measurement:
     def _over_batches(self, function: Callable[[Any], T]) -> list[T]:
         """The results of a function on each batch, in eval mode. Random augmentation is the same each time."""
         try:
-            with in_eval_mode(self.model), fixed_randomness(self.device):
+            with in_eval_mode(self.model, self.tuner.checkpointing.modules), fixed_randomness(self.device):
                 # Copies: a loss may change its batch in place, and these batches are used again.
                 found = [function(send_to_device(copy_of(batch), self.device)) for batch in self.batches]
         finally:

@@ -224,10 +224,34 @@ def test_checkpointed_blocks_score_the_same(family, use_reentrant):
     inputs, targets = tiny.images(4), tiny.labels(4)
     plain = measured(model, inputs, targets)
     model.base_model.model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    functions = [getattr(block.block, "_gradient_checkpointing_func", None) for block in model.base_model.blocks]
     recomputed = measured(model, inputs, targets)
     torch.testing.assert_close(recomputed.score, plain.score, atol=1e-7, rtol=1e-4)
-    assert functions == [getattr(b.block, "_gradient_checkpointing_func", None) for b in model.base_model.blocks]
+    assert all(block.block.training for block in model.base_model.blocks)
+
+
+def test_a_checkpointed_head_is_measured_without_its_dropout():
+    """transformers has decoders that read their training flag for both."""
+
+    class Noisy(torch.nn.Module):
+        gradient_checkpointing = True
+
+        def forward(self, hidden):
+            return torch.nn.functional.dropout(hidden, 0.5, self.training)
+
+    class Larger(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.vit, self.head = tiny.prompted(tiny.make("vit")), Noisy()
+
+        def forward(self, pixel_values, labels):
+            return torch.nn.functional.cross_entropy(self.head(self.vit(pixel_values=pixel_values).logits), labels)
+
+    model, batch = Larger().train(), dict(pixel_values=tiny.images(4), labels=tiny.labels(4))
+    model.vit.gradient_checkpointing_enable()
+    relocator = Relocator(model, score_batches=[batch], compute_loss=lambda m, b: m(**b))
+    _, loss = relocator.measure()
+    assert model.head.training
+    assert loss == pytest.approx(model.eval()(**batch).item(), abs=1e-6)
 
 
 def test_prompts_that_the_loss_does_not_reach_score_0():
