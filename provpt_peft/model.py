@@ -198,7 +198,7 @@ class ProVPTModel(BaseTuner):
         self._call_check = model.register_forward_pre_hook(self._check_call)
         self.register_load_state_dict_pre_hook(ProVPTModel._check_whole)
         self.shallow = ShallowPrompts(self.blocks[0].block, self.blocks[-1].block, self.bank)
-        self.checkpointing = Checkpointing(model, [block.block for block in self.blocks], self.bank)
+        self.checkpointing = Checkpointing(around, [block.block for block in self.blocks], self.bank)
 
     def _replace_module(self, parent: nn.Module, name: str, new: nn.Module, child: nn.Module) -> None:
         """PEFT's own method also copies a `weight`, but a head of several layers has no single one."""

@@ -109,7 +109,7 @@ def test_scoring_attends_in_the_dtypes_of_the_forward_pass(family, monkeypatch):
     config = RelocationConfig(idleness="fisher")
     half = Relocator(prompted(family), config, score_batches=[batch], compute_loss=compute_loss).measure()[0]
     assert spearman(half.score, full.score) >= 0.98
-    assert (half.score - full.score).abs().max() <= 0.05 * full.score.abs().max()
+    assert (half.score - full.score).abs().max() <= 0.1 * full.score.abs().max()
 
 
 # ---- Trainer --------------------------------------------------------------------------------------------------------

@@ -23,23 +23,24 @@ class Checkpointing:
     embeddings return more than a tensor (Swin), and makes each backward pass reach the first block.
 
     Args:
-        model: The model.
-        blocks: Its transformer blocks.
+        around: The modules that contain the first block, from the model down to the block itself.
+        blocks: The model's transformer blocks.
         bank: The prompts.
 
     Attributes:
         modules: The modules that may checkpoint a block: the blocks, and what contains them.
     """
 
-    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], bank: PromptBank) -> None:
-        self.model = model
+    def __init__(self, around: Sequence[nn.Module], blocks: Sequence[nn.Module], bank: PromptBank) -> None:
+        self.model = around[0]
         self.bank = bank
         all_blocks = set(blocks)
-        flagged = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
+        flagged = [module for module in self.model.modules() if hasattr(module, "gradient_checkpointing")]
         self.modules: list[Any] = [module for module in flagged if not all_blocks.isdisjoint(module.modules())]
-        vars(model)["enable_input_require_grads"] = self._do_nothing
-        # Hooks of a module run before its own checkpoint.
-        self._hooks = [module.register_forward_pre_hook(self._make_non_reentrant) for module in self.modules]
+        vars(self.model)["enable_input_require_grads"] = self._do_nothing
+        # All of them, since a part of the model may be called by itself. In older releases of transformers a block
+        # calls its checkpoint before its own hooks.
+        self._hooks = [module.register_forward_pre_hook(self._make_non_reentrant) for module in around]
 
     def remove(self) -> None:
         """Remove the hooks and restore the model's `enable_input_require_grads`."""
@@ -50,10 +51,11 @@ class Checkpointing:
     def _do_nothing(self) -> None:
         """Replaces transformers' `enable_input_require_grads`."""
 
-    def _make_non_reentrant(self, module: Any, args: tuple[Any, ...]) -> None:
+    def _make_non_reentrant(self, called: nn.Module, args: tuple[Any, ...]) -> None:
         # Compiled checkpoints have no backward passes of their own.
         if self.bank.enabled_adapter is None or torch.compiler.is_compiling():
             return
-        function = getattr(module, "_gradient_checkpointing_func", None)
-        if isinstance(function, partial) and function.keywords.get("use_reentrant") is not False:
-            module._gradient_checkpointing_func = partial(function, use_reentrant=False)
+        for module in self.modules:
+            function = getattr(module, "_gradient_checkpointing_func", None)
+            if isinstance(function, partial) and function.keywords.get("use_reentrant") is not False:
+                module._gradient_checkpointing_func = partial(function, use_reentrant=False)
