@@ -28,6 +28,8 @@ from .serialization import from_json, to_json
 
 logger = logging.getLogger(__name__)
 
+# For what the policy and a move do, whatever the caller's default device is. Losses are computed on that.
+_ON_CPU = torch.device("cpu")
 _FROZEN = "The prompts were frozen: none was moved."
 _NOTHING = (
     "No prompt will move: no block has more than one, and the last prompt of a block stays. Use more prompts, or "
@@ -112,14 +114,13 @@ class Relocator:
         self.generator = torch.Generator().manual_seed(self.config.seed)
         ppo, naive = self.config.ppo, self.config.adjust == "naive_rl"
         allocator = partial(NaiveRL, config=ppo) if naive else self.config.allocator
-        with torch.device("cpu"):  # whatever the default device is
+        with _ON_CPU:
             self.policy = make_policy(allocator, self.tuner.num_blocks, ppo, self.generator)
         self._tried = False
         # Moves whose reward is not known yet.
         self._pending: list[tuple[Relocation, Action]] = []
         # Within a relocation: the scores, NaN for prompts that have moved to another block.
         self._scores = torch.empty(0)
-        self._default_device = torch.get_default_device()
 
     def relocate(self, progress: float = 0.0) -> list[Relocation]:
         """Reward the last moves, prune the most idle prompts and allocate them.
@@ -203,10 +204,9 @@ class Relocator:
                 record.note = _NOT_FINITE
             self._pending = []
             return []
-        self._default_device = torch.get_default_device()
-        with torch.device("cpu"):
+        with _ON_CPU:
             self._reward(loss)
-            return self._adjust(idleness, loss) if move else []
+        return self._adjust(idleness, loss) if move else []
 
     def _reward(self, loss: float) -> None:
         """Let the policy learn from the last moves: Eq. 8, with the score of the prompt that was moved."""
@@ -230,7 +230,7 @@ class Relocator:
         self._scores = idleness.score.clone()
         moves: list[Relocation] = []
         newcomers: set[int] = set()
-        for prompt, action in adjust(self, idleness):
+        for prompt, action in _each_on_cpu(adjust(self, idleness)):
             relocation = Relocation(
                 epoch=self.epoch,
                 prompt=prompt,
@@ -260,12 +260,12 @@ class Relocator:
         prompt, block = relocation.prompt, relocation.block
         assert prompt is not None
         assert block is not None
-        undo = place(self.tuner, self.adapter_name, prompt, block, self.optimizer, newcomers, self.generator)
+        with _ON_CPU:
+            undo = place(self.tuner, self.adapter_name, prompt, block, self.optimizer, newcomers, self.generator)
         if self.config.check_moves and relocation.from_block and block:
             after = math.nan
             try:
-                with self._default_device:
-                    after = self._measurement().mean_loss()
+                after = self._measurement().mean_loss()
             finally:
                 if not after <= loss:  # nor if it is not a number, or could not be measured
                     undo()
@@ -351,6 +351,15 @@ class Relocator:
         self.policy.load_state_dict(tensors["policy"])
         self.generator.set_state(tensors["generator"])
         self._remember()
+
+
+def _each_on_cpu(moves: Moves) -> Moves:
+    while True:
+        with _ON_CPU:
+            move = next(moves, None)
+        if move is None:
+            return
+        yield move
 
 
 def _known(value: torch.Tensor) -> float | None:
