@@ -11,6 +11,7 @@ Prints one table with a verdict in each row, as it goes, and ends with 1 if a ve
 - `parity`: logits and gradients of the prompts, after moves and with an empty block, beside those of prepended tokens
   in double precision on the CPU. Prompts may differ by no more than twice what prepended tokens do in the same
   precision and attention, or by 1e-6.
+- `scores`: those under mixed precision beside those in fp32, of a ViT and of a Swin, whose attention has masks.
 - `cost`: a training step's time and peak memory over those of a frozen backbone and of prepended tokens.
 - `compiled`: a compiled model beside the same model uncompiled while prompts move, and its graphs.
 - `devices`: training with moves in a process for each device, with DDP and with FSDP 2, beside one process: what
@@ -35,7 +36,7 @@ from peft import PeftModel, get_peft_model
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
-from transformers import ViTForImageClassification
+from transformers import SwinConfig, SwinForImageClassification, ViTForImageClassification
 from transformers.utils import is_flash_attn_2_available
 
 from provpt_peft import ProVPTConfig, RelocationConfig, Relocator
@@ -170,6 +171,36 @@ def check_parity(shape: str, device: str) -> Iterator[Row]:
                 )  # fmt: skip
 
 
+def make_swin(shape: str) -> SwinForImageClassification:
+    """A classifier of the same images, in shifted windows, with random weights, the same each time."""
+    torch.manual_seed(0)
+    size = SHAPES[shape][1][0]
+    config = SwinConfig(
+        image_size=size, patch_size=size // 8, embed_dim=32, depths=[2, 2], num_heads=[1, 2], window_size=4,
+        num_labels=NUM_LABELS,
+    )  # fmt: skip
+    return SwinForImageClassification(config)
+
+
+def check_scores(shape: str, device: str) -> Iterator[Row]:
+    """Scores under mixed precision. The backward pass repeats the attention for them, outside of autocast."""
+    batch = {name: tensor.to(device) for name, tensor in images_of(shape).items()}
+    for name, base in (("ViT", make_base(shape, "sdpa")), ("Swin", make_swin(shape))):
+        model = prompted(base, shape).to(device)
+
+        def scores(precision: str, model: nn.Module = model) -> torch.Tensor:
+            def compute_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+                with torch.autocast(device, DTYPES[precision], precision != "fp32"):
+                    return model(**batch).loss
+
+            config = RelocationConfig(idleness="fisher")
+            return Relocator(model, config, None, [batch], compute_loss).measure()[0].score.nan_to_num()
+
+        for precision in ("bf16", "fp16"):
+            error = difference(scores(precision), scores("fp32"))
+            yield Row("scores", f"{name}, {precision}", f"{error:.1e}", "1e-01", HOLDS if error <= 0.1 else FAILS)
+
+
 def check_cost(shape: str, device: str, batch_size: int = 32, rounds: int = 20) -> Iterator[Row]:
     """Ratios of a training step's time and peak memory, at 10 and 100 prompts per block."""
     if shape not in cost.SHAPES or device == "mps":
@@ -299,7 +330,8 @@ def check_devices(shape: str, device: str) -> Iterator[Row]:
 
 
 CHECKS: dict[str, Callable[[str, str], Iterable[Row]]] = {
-    "parity": check_parity, "compiled": check_compiled, "devices": check_devices, "cost": check_cost,
+    "parity": check_parity, "scores": check_scores, "compiled": check_compiled, "devices": check_devices,
+    "cost": check_cost,
 }  # fmt: skip
 
 
