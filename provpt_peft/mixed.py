@@ -47,6 +47,7 @@ class MixedBatch:
         blocks = zip(*rows.values(), strict=True)
         self._blocks = [self._seen(dict(zip(rows, of_block, strict=True)), prompts) for of_block in blocks]
 
+    @torch.compiler.disable  # a graph that compares the number of images is for that number only
     def check(self, images: int) -> None:
         """Raise a ValueError if the vision model sees another number of images than there are names."""
         if images != len(self.names):

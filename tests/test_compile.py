@@ -47,6 +47,23 @@ def test_compiled_equals_eager_before_and_after_moves(backend):
 
 
 @tiny.needs_compile
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_checkpoint_that_a_graph_breaks_in_is_not_reentrant():
+    """It is run uncompiled then."""
+    gradients = []
+    for settings in (None, dict(use_reentrant=True)):
+        model = tiny.prompted(tiny.make("vit", num_hidden_layers=2)).train()
+        if settings is not None:
+            model.gradient_checkpointing_enable(settings)
+            for block in tiny.blocks(model):
+                block.layernorm_before.register_forward_hook(lambda *args: torch._dynamo.graph_break())
+            model.compile(backend="aot_eager")
+        model(pixel_values=tiny.images(), labels=tiny.labels()).loss.backward()
+        gradients.append(model.base_model.prompts().grad)
+    torch.testing.assert_close(gradients[1], gradients[0], atol=1e-6, rtol=1e-5)
+
+
+@tiny.needs_compile
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_blocks_compiled_one_by_one_are_called_through_their_model(caplog):
     """accelerate's copy of the model shares what the tuner keeps."""

@@ -177,6 +177,23 @@ def test_compiled():
     assert (compiled(**inputs).logits - model(**inputs).logits).abs().max() < 1e-10
 
 
+@tiny.needs_compile
+@torch.no_grad()
+def test_compiled_for_any_number_of_images():
+    model = several("vit", num_hidden_layers=2)
+    model.set_adapter("default")
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter)
+    frames = []
+    for count in (2, 3, 4, 5):
+        inputs, names = images_of("vit", count), ["many", "default", "many", "default", "many"][:count]
+        expected = model(**inputs, adapter_names=names).logits
+        assert (compiled(**inputs, adapter_names=names).logits - expected).abs().max() < 1e-10
+        frames.append(counter.frame_count)
+    # The second and third number make sizes dynamic. After that only the head is compiled, by PEFT's own code.
+    assert frames[3] - frames[2] <= 1
+
+
 @pytest.mark.parametrize(
     ("names", "message"),
     [

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..prompts import PromptBank
 
 
 class Checkpointing:
-    """Makes the gradient checkpointing of blocks non-reentrant while an adapter is enabled, whatever the user set.
+    """Makes the gradient checkpointing of blocks non-reentrant once an adapter is enabled, whatever the user set.
 
     PyTorch's default is reentrant, which is wrong here in two ways. A block's parameters get gradients only if its
     input requires one, and the embeddings of a frozen backbone do not. And each block has a backward pass of its own,
@@ -52,8 +51,7 @@ class Checkpointing:
         """Replaces transformers' `enable_input_require_grads`."""
 
     def _make_non_reentrant(self, called: nn.Module, args: tuple[Any, ...]) -> None:
-        # Compiled checkpoints have no backward passes of their own.
-        if self.bank.enabled_adapter is None or torch.compiler.is_compiling():
+        if self.bank.enabled_adapter is None:
             return
         for module in self.modules:
             function = getattr(module, "_gradient_checkpointing_func", None)

@@ -24,7 +24,8 @@ def modules_around(model: nn.Module, block: nn.Module) -> list[nn.Module]:
 
 
 def check_sharding() -> None:
-    """Refuse an option of FSDP 2 with which accelerate would fail when it shards the model: it takes no buffers."""
+    """Refuse an option of FSDP 2 with which accelerate would fail when it shards the model: it takes no buffers. Only
+    `accelerate launch` tells of it beforehand."""
     flags = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
     if all(map(parse_flag_from_env, flags)) and os.environ.get("FSDP_VERSION") == "2":
         raise ValueError(
