@@ -247,9 +247,9 @@ class Relocator:
             if action.block and relocation.note is None:
                 self._pending.append((relocation, action))
             moves.append(relocation)
-        none = Relocation(epoch=self.epoch, block_idleness=means, loss_before=loss, note=_NONE)
-        self.history += moves or [none]
-        first = asdict(moves[0] if moves else none)
+        records = moves or [Relocation(epoch=self.epoch, block_idleness=means, loss_before=loss, note=_NONE)]
+        self.history += records
+        first = asdict(records[0])
         names = {"prompt": "prompt", "from_block": "from_block", "to_block": "block", "idleness": "idleness"}
         details = {name: first[of] for name, of in names.items() if first[of] is not None}
         self.metrics |= {"moves": sum(move.block != move.from_block for move in moves)} | details
@@ -268,7 +268,8 @@ class Relocator:
                 after = self._measurement().mean_loss()
             finally:
                 if not after <= loss:  # nor if it is not a number, or could not be measured
-                    undo()
+                    with _ON_CPU:
+                        undo()
                     relocation.block, relocation.note = relocation.from_block, _UNDONE
             if relocation.note is not None:
                 return loss

@@ -84,15 +84,18 @@ def test_what_is_not_checked(settings, reserve, expected):
     assert model.base_model.prompt_distribution() == expected
 
 
-def test_the_loss_is_computed_with_the_caller_s_default_device():
+@pytest.mark.parametrize(("loss", "distribution"), [(0.0, [2, 3, 3, 4]), (9.0, [3, 3, 3, 3])])
+def test_the_loss_is_computed_with_the_caller_s_default_device(loss, distribution):
+    """The move is made, and undone, on the CPU."""
     seen = []
     model, _ = prompted()
-    made_up, relocator = relocator_with(lambda counts: seen.append(torch.empty(0).device.type) or 0.0, model)
+    made_up, relocator = relocator_with(lambda counts: seen.append(torch.empty(0).device.type) or loss, model)
     made_up.set(scores_with(0.5, prompt=0))
     seen.clear()
     with torch.device("meta"):
         relocator.relocate()
     assert seen == ["meta"]
+    assert model.base_model.prompt_distribution() == distribution
 
 
 def test_anything_but_a_boolean_is_refused():
