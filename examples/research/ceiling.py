@@ -30,7 +30,8 @@ from . import tasks
 from .common import (
     append_lines,
     make_base,
-    mean_and_error,
+    mean_error_and_number,
+    print_header,
     read_lines,
     refuse_other_images,
     variance_components,
@@ -73,7 +74,8 @@ def run(task_name: str, budget: int, names: Sequence[str], seed: int, args: Name
     task = tasks.load(task_name, args.image_size, args.train_images, args.validation_images, seed)
     data_hash = tasks.data_hash(task)
     refuse_other_images(task_name, seed, data_hash, args)
-    counts = [distributions(budget, args)[name] for name in names]
+    of_names = distributions(budget, args)
+    counts = [of_names[name] for name in names]
     together = Together(make_base(task.num_labels, seed, args.model_name_or_path), counts, seed)
     rates = list(map(rate_of, counts))
     looks: dict[str, list[dict[str, float]]] = {adapter: [] for adapter in together.names}
@@ -100,11 +102,13 @@ class Results:
 
     def __init__(self, args: Namespace) -> None:
         self.args = args
+        lines = read_lines(args.output, {"suite": "ceiling"} | protocol(args))
+        of_budgets = {budget: distributions(budget, args) for budget in {line["budget"] for line in lines}}
         self.lines = {
             (line["task"], line["budget"], line["distribution"], line["seed"]): line
-            for line in read_lines(args.output, {"suite": "ceiling"} | protocol(args))
+            for line in lines
             # Other releases of PyTorch may draw other distributions, and the rate's rule may change.
-            if line["counts"] == distributions(line["budget"], args).get(line["distribution"])
+            if line["counts"] == of_budgets[line["budget"]].get(line["distribution"])
             and line["learning_rate"] == rate_of(line["counts"])
         }
 
@@ -199,12 +203,8 @@ def looked_at(results: Results, task: str, budget: int, epoch: int) -> float:
     return statistics.mean(ranks) if ranks else math.nan
 
 
-def _print_header(cells: Sequence[str]) -> None:
-    print(f"\n| {' | '.join(cells)} |\n|{' --- |' * len(cells)}")
-
-
 def _differences(pairs: list[float]) -> str:
-    return f"{mean_and_error(pairs, '+.1f')} ({len(pairs)})" if pairs else ""
+    return mean_error_and_number(pairs, "+.1f")
 
 
 def print_tables(results: Results) -> None:
@@ -214,7 +214,8 @@ def print_tables(results: Results) -> None:
     done = {budget: [task for task in args.tasks if results.complete(task, budget)] for budget in sorted(args.budgets)}
     header = ["prompts", "task", "uniform", "random", "lowest", "highest"]
     header += ["sd of distributions", "of seeds", "of the rest", "best tenth - uniform, fresh seeds"]
-    _print_header([*header, "best of the other tasks - uniform"])
+    print()
+    print_header([*header, "best of the other tasks - uniform"])
     for budget, of_budget in done.items():
         best, of_others = [], []
         for task in of_budget:
@@ -232,12 +233,14 @@ def print_tables(results: Results) -> None:
             pooled = [_differences([*itertools.chain(*by_task)]) for by_task in (best, of_others)]
             print(f"| {' | '.join([str(budget), 'all', *[''] * 7, *pooled])} |")
 
-    _print_header(["prompts", "task", *TRAITS, *(f"after {epoch} epochs" for epoch in LOOKS)])
+    print()
+    print_header(["prompts", "task", *TRAITS, *(f"after {epoch} epochs" for epoch in LOOKS)])
     for budget, of_budget in done.items():
+        of_names = distributions(budget, args)
         for task in of_budget:
             _, accuracies = random_ones(results, task, budget)
             means = [statistics.mean(runs) for runs in accuracies.values()]
-            counts = [distributions(budget, args)[name] for name in accuracies]
+            counts = [of_names[name] for name in accuracies]
             ranks = [spearmanr(list(map(trait, counts)), means).statistic for trait in TRAITS.values()]
             ranks += [looked_at(results, task, budget, epoch) for epoch in LOOKS]
             print(f"| {budget} | {task} | {' | '.join(f'{rank:+.2f}' for rank in ranks)} |")
@@ -254,7 +257,8 @@ def draw(results: Results, path: Path) -> None:
         for position, budget in enumerate(sorted(args.budgets)):
             if results.complete(task, budget):
                 uniform, accuracies = random_ones(results, task, budget)
-                counts = [distributions(budget, args)[name] for name in accuracies]
+                of_names = distributions(budget, args)
+                counts = [of_names[name] for name in accuracies]
                 axis.scatter(
                     list(map(centre, counts)),
                     [statistics.mean(runs) - uniform for runs in accuracies.values()],

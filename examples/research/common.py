@@ -8,7 +8,7 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -262,6 +262,16 @@ def mean_and_error(values: list[float], form: str = ".2f") -> str:
     """Mean and its standard error, as text. `form` is the mean's, a sign and a number of digits."""
     error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
     return f"{statistics.mean(values):{form}}" + ("" if error is None else f" ± {error:{form.removeprefix('+')}}")
+
+
+def mean_error_and_number(values: list[float], form: str = ".2f") -> str:
+    """The same with the number of values in brackets; empty where there is none."""
+    return f"{mean_and_error(values, form)} ({len(values)})" if values else ""
+
+
+def print_header(cells: Sequence[str]) -> None:
+    """Print the head of a Markdown table."""
+    print(f"| {' | '.join(cells)} |\n|{' --- |' * len(cells)}")
 
 
 def read_lines(path: Path, settings: dict[str, Any] | None = None) -> list[dict[str, Any]]:

@@ -35,7 +35,16 @@ from transformers import SwinConfig, SwinForImageClassification
 from provpt_peft import ProVPTConfig, ProVPTModel, RelocationConfig, Relocator
 from provpt_peft.backbone.families import find_blocks
 
-from .common import append_lines, file_bytes, make_vit, peak_memory, read_lines, results_parser, with_lora
+from .common import (
+    append_lines,
+    file_bytes,
+    make_vit,
+    peak_memory,
+    print_header,
+    read_lines,
+    results_parser,
+    with_lora,
+)
 from .pictures import BLACK, BLUE, GREEN, PURPLE, SKY, VERMILLION, plt, save
 from .prepended import prepend_prompts, prepend_prompts_in_windows
 
@@ -272,7 +281,7 @@ def summarize(lines: list[dict[str, Any]]) -> None:
         "shape", "px, batch, device, threads, rounds", "prompts per block", "step / floor", "with relocation / floor",
         "/ prepended", "/ LoRA", "/ without", "peak / floor", "/ prepended", "latency / floor",
     ]  # fmt: skip
-    print(f"| {' | '.join(header)} |\n|{' --- |' * len(header)}")
+    print_header(header)
     runs: dict[tuple[str, int, str], dict[str, dict[str, Any]]] = {}
     for line in lines:
         runs.setdefault((line["shape"], line["num_prompts"], line["run"]), {})[line["contender"]] = line

@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 from provpt_peft import RelocationConfig
 
 from . import tasks
-from .common import append_lines, exact_idleness, make_base, make_relocator, read_lines
+from .common import append_lines, exact_idleness, make_base, make_relocator, print_header, read_lines
 from .together import Together, parse_study, protocol, rate_of, study_parser, uniform_counts
 
 
@@ -67,7 +67,8 @@ def run(task_name: str, budget: int, seed: int, args: Namespace) -> list[dict[st
 def print_table(lines: list[dict[str, Any]], args: Namespace) -> None:
     """Print a row for each budget and score."""
     header = ["prompts", "score", "called idle", "picks", "needed", "median", "most", "rank correlation"]
-    print(f"\n| {' | '.join(header)} |\n|{' --- |' * len(header)}")
+    print()
+    print_header(header)
     for budget, score in itertools.product(args.budgets, SCORES):
         looks = [line for line in lines if line["budget"] == budget]
         if not looks:

@@ -25,8 +25,9 @@ from .common import (
     file_bytes,
     make_base,
     make_relocator,
-    mean_and_error,
+    mean_error_and_number,
     peak_memory,
+    print_header,
     read_lines,
     starting_prompts,
     train_epoch,
@@ -244,8 +245,7 @@ def _cells(by_task: dict[str, dict[int, float]], groups: dict[str, Sequence[str]
     seeds = set.intersection(*(set(found) for found in by_group.values()))
     overall = {seed: statistics.mean(found[seed] for found in by_group.values()) for seed in seeds}
     return [
-        f"{mean_and_error(list(found.values()), form)} ({len(found)})" if found else ""
-        for found in (*by_task.values(), *by_group.values(), overall)
+        mean_error_and_number(list(found.values()), form) for found in (*by_task.values(), *by_group.values(), overall)
     ]
 
 
@@ -271,7 +271,7 @@ def print_tables(
         "file kB": ("file_size", 1e3),
         "peak MB": ("accelerator_memory_max", 1e6),
     }
-    print(f"| method | {' | '.join([*header, *costs])} |\n|{' --- |' * (len(header) + len(costs) + 1)}")
+    print_header(["method", *header, *costs])
     for method, by_task in accuracies.items():
         if not any(by_task.values()):
             continue
@@ -284,7 +284,7 @@ def print_tables(
         print(f"| {method} | {' | '.join(cells)} |")
 
     print("\nTest accuracy less VPT-Deep's of the same task and seed, in points:\n")
-    print(f"| method | {' | '.join([*header, 'all pairs'])} |\n|{' --- |' * (len(header) + 2)}")
+    print_header(["method", *header, "all pairs"])
     for method, by_task in accuracies.items():
         baseline = accuracies["vpt-deep"]
         differences = {
@@ -293,5 +293,5 @@ def print_tables(
         }
         pairs = [value for found in differences.values() for value in found.values()]
         if pairs and method != "vpt-deep":
-            cells = [*_cells(differences, groups, "+.2f"), f"{mean_and_error(pairs, '+.2f')} ({len(pairs)})"]
+            cells = [*_cells(differences, groups, "+.2f"), mean_error_and_number(pairs, "+.2f")]
             print(f"| {method} | {' | '.join(cells)} |")

@@ -31,7 +31,8 @@ from .common import (
     fit,
     images_of,
     make_optimizer,
-    mean_and_error,
+    mean_error_and_number,
+    print_header,
     read_lines,
     refuse_other_images,
     results_parser,
@@ -172,13 +173,14 @@ def compare_numbers(args: argparse.Namespace) -> None:
     if not drawn:
         return
     header = ["task", "method", *(f"{n} per block" for n in counts), "spread"]
-    print(f"\n| {' | '.join(header)} |\n|{' --- |' * len(header)}")
+    print()
+    print_header(header)
     figure, axes = plt.subplots(1, len(drawn), figsize=(4.5 * len(drawn), 3.4), squeeze=False)
     for axis, (task, (methods, numbers, seeds)) in zip(axes[0], drawn.items(), strict=True):
         for method in methods:
             runs = {n: [accuracies[task, n, method][seed] for seed in seeds] for n in numbers}
             means = [statistics.mean(values) for values in runs.values()]
-            cells = [f"{mean_and_error(runs[n])} ({len(seeds)})" if n in runs else "" for n in counts]
+            cells = [mean_error_and_number(runs.get(n, [])) for n in counts]
             print(f"| {task} | {method} | {' | '.join(cells)} | {statistics.stdev(means):.2f} |")
             for n, values in runs.items():
                 axis.plot([n] * len(seeds), values, ".", color=COLOURS[method], markersize=3)

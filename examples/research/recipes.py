@@ -19,7 +19,7 @@ import torch
 from tqdm.auto import tqdm
 
 from . import tasks
-from .common import append_lines, fit, make_optimizer, mean_and_error, read_lines, results_parser
+from .common import append_lines, fit, make_optimizer, mean_error_and_number, print_header, read_lines, results_parser
 from .methods import FIRST, Recipe, make_model
 
 
@@ -71,13 +71,13 @@ def report(lines: list[dict[str, Any]]) -> None:
     """Print validation and test accuracy of each recipe on each task, over the seeds."""
     for metric in ("validation_accuracy", "test_accuracy"):
         print(f"\n{metric.replace('_', ' ')} (%), mean over seeds ± standard error (seeds)\n")
-        print(f"| recipe | prompts | {' | '.join(tasks.TASKS)} | mean |\n|{' --- |' * (len(tasks.TASKS) + 3)}")
+        print_header(["recipe", "prompts", *tasks.TASKS, "mean"])
         for key in dict.fromkeys((line["recipe"], line["num_prompts"]) for line in lines):
             rows = {
                 task: [x[metric] for x in lines if (x["recipe"], x["num_prompts"]) == key and x["task"] == task]
                 for task in tasks.TASKS
             }
-            cells = [f"{mean_and_error(found, '.1f')} ({len(found)})" if found else "" for found in rows.values()]
+            cells = [mean_error_and_number(found, ".1f") for found in rows.values()]
             mean = f"{statistics.mean(map(statistics.mean, rows.values())):.1f}" if all(rows.values()) else ""
             print(f"| {key[0]} | {key[1] or ''} | {' | '.join(cells)} | {mean} |")
 

@@ -29,6 +29,8 @@ from .common import (
     make_base,
     make_relocator,
     mean_and_error,
+    mean_error_and_number,
+    print_header,
     read_lines,
     refuse_other_images,
 )
@@ -145,7 +147,7 @@ def print_table(budget: int, args: Namespace) -> None:
     lines = finished(args)
     header = ["candidate", "moves", *args.tasks, *(f"all pairs, {split}" for split in METRICS)]
     print(f"\n{budget} prompts: accuracy less that of {args.against!r}, in points\n")
-    print(f"| {' | '.join(header)} |\n|{' --- |' * len(header)}")
+    print_header(header)
     for name in args.candidates:
         pairs = [
             (task, line, lines[task, budget, args.against, seed])
@@ -162,7 +164,7 @@ def print_table(budget: int, args: Namespace) -> None:
             mean_and_error(found, "+.1f") if (found := [d for of, d in by_split["test"] if of == task]) else ""
             for task in args.tasks
         ]
-        cells += [f"{mean_and_error([d for _, d in of], '+.1f')} ({len(of)})" for of in by_split.values()]
+        cells += [mean_error_and_number([d for _, d in of], "+.1f") for of in by_split.values()]
         moved = sum(map(distance, (line["counts"] for _, line, _ in pairs), (o["counts"] for _, _, o in pairs)))
         print(f"| {name} | {moved / len(pairs):.1f} | {' | '.join(cells)} |")
 

@@ -40,7 +40,7 @@ from transformers import ViTImageProcessor
 from provpt_peft import ProVPTConfig
 
 from .. import serve
-from .common import append_lines, make_vit, read_lines, results_parser
+from .common import append_lines, make_vit, print_header, read_lines, results_parser
 from .cost import VIT_SHAPES
 
 
@@ -184,7 +184,8 @@ def report(lines: list[dict[str, Any]]) -> None:
         ratios = f"{cell[MIXED] / cell[ONE]:.2f} | {cell[MIXED] / cell[LORA_MIXED]:.2f}"
         print(f"| {shape} | {size} | {tasks} | {times} | {ratios} |")
     header = ["shape", "px", "tasks", "clients", "requests / s", "median, ms", "99 %, ms"]
-    print(f"\n| {' | '.join(header)} |\n|{' --- |' * len(header)}")
+    print()
+    print_header(header)
     for line in lines:
         if line["kind"] == "service":
             cells_of = [line[name] for name in ("shape", "image_size", "tasks", "clients")]
