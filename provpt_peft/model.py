@@ -18,6 +18,7 @@ from .backbone.checkpointing import Checkpointing
 from .backbone.checks import (
     check_modules_to_save,
     check_new_adapter,
+    check_replica,
     check_shallow,
     check_sharding,
     check_unadapted,
@@ -275,12 +276,7 @@ class ProVPTModel(BaseTuner):
     @contextmanager
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
         # PEFT calls this around each forward.
-        if getattr(self, "_is_replica", False):
-            raise ValueError(
-                "A block's prompts must be on the device of its images, but `nn.DataParallel` copies only the model "
-                "(the Trainer uses it if one process has several devices). Start one process per device with "
-                "`accelerate launch`, or set CUDA_VISIBLE_DEVICES to one device."
-            )
+        check_replica(self)
         names = kwargs.pop("adapter_names", None)
         if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._record_image_size(kwargs.get("pixel_values", args[0] if args else None))

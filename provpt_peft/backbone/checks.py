@@ -23,6 +23,22 @@ def modules_around(model: nn.Module, block: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if any(part is block for part in module.modules())]
 
 
+# The end of what a refusal of `nn.DataParallel` says.
+ONE_PROCESS_PER_DEVICE = (
+    "(the Trainer uses it if one process has several devices). Start one process per device with `accelerate launch`, "
+    "or set CUDA_VISIBLE_DEVICES to one device."
+)
+
+
+def check_replica(module: nn.Module) -> None:
+    """Refuse what `nn.DataParallel` makes of a model on each device."""
+    if getattr(module, "_is_replica", False):
+        raise ValueError(
+            "A block's prompts must be on the device of its images, but `nn.DataParallel` copies only the model "
+            f"{ONE_PROCESS_PER_DEVICE}"
+        )
+
+
 def check_sharding() -> None:
     """Refuse an option of FSDP 2 with which accelerate would fail when it shards the model: it takes no buffers. Only
     `accelerate launch` tells of it beforehand."""

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..backbone.checks import ONE_PROCESS_PER_DEVICE
+
 
 # Wrappers that relocation does not work with: why not, and what to use instead. By name, since not all of them are
 # installed.
 _REFUSED_WRAPPERS = {
     # Scores are the gradient of a plain tensor, and each replica has a copy of it.
-    "DataParallel": "loses the scores of its replicas (the Trainer uses it if one process has several devices). "
-    "Start one process per device with `accelerate launch`, or set CUDA_VISIBLE_DEVICES to one device.",
+    "DataParallel": f"loses the scores of its replicas {ONE_PROCESS_PER_DEVICE}",
     "FullyShardedDataParallel": "flattens the prompts into one vector with other weights. Use FSDP version 2 "
     "(`fully_shard`).",
     "DeepSpeedEngine": "updates copies of the weights, which a move cannot write to. Use `DistributedDataParallel` or "
