@@ -59,6 +59,7 @@ from transformers.models.deformable_detr.image_processing_pil_deformable_detr im
 from transformers.models.mask2former.image_processing_pil_mask2former import Mask2FormerImageProcessorPil
 
 from provpt_peft import ProVPTConfig, RelocationConfig, RelocationTrainerCallback, create_provpt_optimizer
+from provpt_peft.optimizer import PROMPTS_LR, prompts_lr
 
 
 METHODS = ("head", "vpt-deep", "pro-vpt")
@@ -126,7 +127,12 @@ class DetectionArguments(TrainingArguments):
     )
     num_prompts: int = field(default=5, metadata={"help": "Prompts in each block at the start."})
     prompt_dropout: float = field(default=0.0, metadata={"help": "Dropout on the prompts."})
-    learning_rate: float = field(default=1e-3, metadata={"help": "Learning rate of the prompts."})
+    learning_rate: float | None = field(
+        default=None,
+        metadata={
+            "help": f"Learning rate of the prompts. Default: {PROMPTS_LR / 3:g} for 5 per block, less for more."
+        },
+    )
     head_learning_rate: float = field(default=3e-4, metadata={"help": "Learning rate of everything else."})
     weight_decay: float = field(default=0.0, metadata={"help": "Weight decay of everything else, biases included."})
     preset: str = field(
@@ -407,6 +413,8 @@ def adapt_backbone(
 def make_optimizer(model: torch.nn.Module, args: DetectionArguments) -> torch.optim.Optimizer:
     """The optimizer that `--optim` and its options name, with learning rates for the prompts and for the head."""
     optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(args)
+    if args.learning_rate is None:
+        options["lr"] = prompts_lr(args.num_prompts) / 3
     if any(parameter.requires_grad for name, parameter in model.named_parameters() if "provpt_" in name):
         rest = {"head_lr": args.head_learning_rate, "weight_decay": args.weight_decay}
         return create_provpt_optimizer(model, optimizer_class, **rest, **options)

@@ -55,6 +55,7 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.models.auto.modeling_auto import MODEL_FOR_BACKBONE_MAPPING
 
 from provpt_peft import ProVPTConfig, RelocationConfig, RelocationTrainerCallback, create_provpt_optimizer
+from provpt_peft.optimizer import PROMPTS_LR, prompts_lr
 
 
 METHODS = ("head", "vpt-deep", "pro-vpt")
@@ -126,7 +127,10 @@ class SegmentationArguments(TrainingArguments):
     )
     num_prompts: int = field(default=5, metadata={"help": "Prompts in each block at the start."})
     prompt_dropout: float = field(default=0.0, metadata={"help": "Dropout on the prompts."})
-    learning_rate: float = field(default=3e-3, metadata={"help": "Learning rate of the prompts."})
+    learning_rate: float | None = field(
+        default=None,
+        metadata={"help": f"Learning rate of the prompts. Default: {PROMPTS_LR:g} for 5 per block, less for more."},
+    )
     head_learning_rate: float = field(default=1e-3, metadata={"help": "Learning rate of the head."})
     weight_decay: float = field(default=0.0, metadata={"help": "Weight decay of the head, biases included."})
     preset: str = field(
@@ -450,6 +454,8 @@ def evaluate(model: nn.Module, data: Scenes, multiple: int, scales: tuple[float,
 def make_optimizer(model: torch.nn.Module, args: SegmentationArguments) -> torch.optim.Optimizer:
     """The optimizer that `--optim` and its options name, with learning rates for the prompts and for the head."""
     optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(args)
+    if args.learning_rate is None:
+        options["lr"] = prompts_lr(args.num_prompts)
     if any(parameter.requires_grad for name, parameter in model.named_parameters() if "provpt_" in name):
         rest = {"head_lr": args.head_learning_rate, "weight_decay": args.weight_decay}
         return create_provpt_optimizer(model, optimizer_class, **rest, **options)

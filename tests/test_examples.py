@@ -177,6 +177,14 @@ def test_optimizers_have_a_group_for_prompts_and_one_for_the_head(monkeypatch, s
     assert [group["lr"] for group in module.make_optimizer(model, args).param_groups] == [of_head]
 
 
+@pytest.mark.parametrize(("script", "rate"), [("finetune_segmentation", 1.5e-3), ("finetune_detection", 5e-4)])
+def test_the_more_prompts_the_lower_their_rate(monkeypatch, script, rate):
+    module, args = parsed(monkeypatch, script, "--num_prompts=20")
+    model = tiny.prompted(tiny.make("vit"))
+    # 3e-3 and 1e-3 for 5 prompts per block, half as much for 20.
+    assert module.make_optimizer(model, args).param_groups[0]["lr"] == pytest.approx(rate)
+
+
 def test_lora_has_the_same_groups_as_prompts(monkeypatch):
     options = ["--learning_rate=2", "--head_learning_rate=3", "--weight_decay=4", "--methods", "lora"]
     module, args = parsed(monkeypatch, "finetune_image_classification", *options)
