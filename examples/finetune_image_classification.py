@@ -52,6 +52,7 @@ from transformers import (
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from provpt_peft import ProVPTConfig, RelocationConfig, RelocationTrainerCallback, create_provpt_optimizer, figures
+from provpt_peft.backbone.sizes import fixed_size
 from provpt_peft.optimizer import HEAD_LR, PROMPTS_LR, prompts_lr
 
 
@@ -266,6 +267,10 @@ def check(args: FineTuningArguments, changed: set[str]) -> None:
             f"`--optim {args.optim.value}` cannot give prompts and head separate rates. Use another, such "
             "as `adamw_torch` or `sgd`."
         )
+    if issubclass(optimizer_class, torch.optim.SGD) and args.learning_rate is None:
+        raise ValueError(
+            f"`--optim {args.optim.value}` needs `--learning_rate`: the default suits optimizers like Adam."
+        )
 
 
 def load_images(args: DataArguments, seed: int) -> datasets.DatasetDict:
@@ -330,12 +335,16 @@ class ResizedImages(torch.utils.data.Dataset):
         split: Columns `image` and `label`.
         processor: The image processor.
         keep: Whether to keep them in memory.
+        fixed_size: Of the model; see `provpt_peft.backbone.sizes`.
     """
 
-    def __init__(self, split: datasets.Dataset, processor: Any, keep: bool) -> None:
+    def __init__(
+        self, split: datasets.Dataset, processor: Any, keep: bool, fixed_size: tuple[int, int] | None = None
+    ) -> None:
         self.split = split.cast_column("image", datasets.Image(decode=False))
         self.processor = processor
         self.keep = keep
+        self.fixed_size = fixed_size
         self.kept: dict[int, dict[str, Any]] = {}
 
     def __len__(self) -> int:
@@ -369,14 +378,17 @@ class ResizedImages(torch.utils.data.Dataset):
         except OSError as error:
             raise ValueError(f"The image {name} cannot be read: {error}. Repair or remove it.") from error
 
-    def collate(self, items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    def collate(self, items: list[dict[str, Any]]) -> dict[str, Any]:
         """Rescale and normalise a batch."""
         pixels = [item["pixels"] for item in items]
         processed = self.processor(pixels, do_resize=False, do_center_crop=False, return_tensors="pt")
-        return {
+        batch = {
             "pixel_values": processed["pixel_values"],
             "labels": torch.tensor([item["label"] for item in items]),
         }
+        if self.fixed_size not in (None, batch["pixel_values"].shape[-2:]):
+            batch["interpolate_pos_encoding"] = True
+        return batch
 
 
 def make_model(args: FineTuningArguments, labels: list[str]) -> PreTrainedModel:
@@ -468,7 +480,10 @@ def run(method: str, splits: datasets.DatasetDict, data: DataArguments, args: Fi
     if keep is None:
         count = len(splits["train"]) + len(splits["validation"])
         keep = count <= MOST_KEPT and args.dataloader_num_workers == 0
-    images = {name: ResizedImages(split, processor, keep and name != "test") for name, split in splits.items()}
+    size_of_model = fixed_size(model)
+    images = {
+        name: ResizedImages(split, processor, keep and name != "test", size_of_model) for name, split in splits.items()
+    }
     trainer = Trainer(
         model,
         training,
@@ -486,11 +501,12 @@ def run(method: str, splits: datasets.DatasetDict, data: DataArguments, args: Fi
     file = save(model, folder)
     processor.save_pretrained(folder)  # so the adapter is loaded with this image size
 
-    last = images.get("test", images["validation"])
-    result = trainer.predict(last, metric_key_prefix="test")
+    # Of the weights that are saved: those of the best epoch with `--load_best_model_at_end`.
+    tested = [name for name in ("validation", "test") if name in images]
+    results = {name: trainer.predict(images[name], metric_key_prefix=name) for name in tested}
     if isinstance(model, PeftModel):
         loaded = PeftModel.from_pretrained(make_model(args, labels), folder)
-        check_reload(loaded, folder, trainer, last, result.predictions)
+        check_reload(loaded, folder, trainer, images[tested[-1]], results[tested[-1]].predictions)
     for callback in callbacks:
         for record in callback.history:
             if record.note is not None:
@@ -503,8 +519,8 @@ def run(method: str, splits: datasets.DatasetDict, data: DataArguments, args: Fi
     epochs = [line for line in trainer.state.log_history if "eval_accuracy" in line]
     return {
         "method": method,
-        "validation_accuracy": epochs[-1]["eval_accuracy"] if epochs else None,
-        "test_accuracy": result.metrics["test_accuracy"] if "test" in images else None,
+        "validation_accuracy": results["validation"].metrics["validation_accuracy"],
+        "test_accuracy": results["test"].metrics["test_accuracy"] if "test" in results else None,
         "trainable_parameters": trainable,
         "file_bytes": file.stat().st_size,
         "seconds": seconds if args.resume_from_checkpoint is None else None,

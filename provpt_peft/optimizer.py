@@ -53,7 +53,7 @@ def create_provpt_optimizer(
         kwargs: Passed on to the optimizer.
 
     Raises:
-        ValueError: If the model has no trainable prompts.
+        ValueError: If the model has no trainable prompts, or if SGD has no `lr`.
 
     Example:
         ```python
@@ -70,6 +70,11 @@ def create_provpt_optimizer(
             "get_peft_model(model, ProVPTConfig(...)), or load an adapter with `is_trainable=True`."
         )
     if lr is None:
+        if isinstance(optimizer_cls, type) and issubclass(optimizer_cls, torch.optim.SGD):
+            raise ValueError(
+                "SGD must be given `lr`, since the default suits optimizers like Adam, got none. The paper searches "
+                "from 0.05 to 50 times batch size / 256."
+            )
         lr = prompts_lr(max(_per_block(bank.blocks(name).tolist()) for bank, name, _ in trained))
     ours = set(prompts)
     rest = [p for p in model.parameters() if p.requires_grad and p not in ours]

@@ -23,7 +23,7 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from docs import make_notebook
 from examples import finetune_detection
-from provpt_peft import ProVPTConfig, Relocation, RelocationTrainerCallback
+from provpt_peft import ProVPTConfig, Relocation, create_provpt_optimizer
 from provpt_peft.backbone.families import FAMILIES, BackboneFamily
 
 
@@ -98,7 +98,7 @@ def given(page, checkpoints):
         return names | dict(
             config=config, train=train, collate=finetune_detection.collate, ProVPTConfig=ProVPTConfig,
             DeformableDetrForObjectDetection=transformers.DeformableDetrForObjectDetection,
-            RelocationTrainerCallback=RelocationTrainerCallback,
+            create_provpt_optimizer=create_provpt_optimizer, torch=torch,
         )  # fmt: skip
     return {}
 

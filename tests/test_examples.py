@@ -108,6 +108,27 @@ def test_finetuning_on_a_folder_of_images(run_script, tmp_path, checkpoint, imag
     assert len(model.base_model.prompts()) == 4
 
 
+def test_the_table_is_about_the_weights_that_are_saved(run_script, tmp_path, checkpoint, image_folder):
+    """Those of another epoch than the last, at another image size than the checkpoint's."""
+    run_script(
+        "finetune_image_classification.py", "--model_name_or_path", checkpoint, "--train_dir", image_folder,
+        "--validation_dir", image_folder, "--image_size", 48, "--num_train_epochs", 3, "--save_strategy", "epoch",
+        "--load_best_model_at_end", "true", "--metric_for_best_model", "loss", "--greater_is_better", "true",
+        "--learning_rate", 0.1, "--output_dir", tmp_path / "out", "--use_cpu", "true",
+    )  # fmt: skip
+    (row,) = json.loads((tmp_path / "out" / "results.json").read_text())
+    model, processor, labels = load_image_classifier(tmp_path / "out" / "vpt-deep")
+    right = []
+    for path in sorted(image_folder.glob("*/*.png")):
+        inputs = processor(Image.open(path), return_tensors="pt")
+        assert inputs["pixel_values"].shape[-2:] == (48, 48)
+        with torch.no_grad():
+            logits = model(**inputs, interpolate_pos_encoding=True).logits
+        right.append(labels[int(logits.argmax())] == path.parent.name)
+    assert row["validation_accuracy"] == pytest.approx(np.mean(right))
+    assert row["validation_accuracy"] != row["epochs"][-1]["validation_accuracy"]
+
+
 def test_training_arguments_are_heeded(run_script, tmp_path, checkpoint, image_folder):
     """The optimizer, and resuming: the same adapter as from a run that was not stopped."""
     arguments = (
@@ -209,6 +230,7 @@ REFUSED = [
     (["--optim_target_modules", "all-linear"], "`--optim_target_modules` has to keep its default"),
     (["--optim", "adamw_8bit"], "bitsandbytes"),
     (["--optim", "adam"], "invalid choice"),
+    (["--optim", "sgd"], "needs `--learning_rate`"),
     (["--do_eval"], "--do_eval"),
     (["--prompt_learning_rate", "1"], "not used"),
 ]

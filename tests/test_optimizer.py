@@ -42,6 +42,12 @@ def test_the_more_prompts_the_lower_their_rate_by_default(settings, rate):
     assert (prompts["lr"], head["lr"]) == (pytest.approx(rate), 1e-3)
 
 
+def test_sgd_has_no_default():
+    model = tiny.prompted(tiny.make("vit"))
+    with pytest.raises(ValueError, match=r"SGD must be given `lr`.*0\.05 to 50 times"):
+        create_provpt_optimizer(model, torch.optim.SGD)
+
+
 def test_what_is_frozen_is_in_no_group():
     model = tiny.prompted(tiny.make("vit"), modules_to_save=None)
     (only,) = groups_of(model)

@@ -7,6 +7,8 @@ import tiny
 import torch
 from oracles import prepend
 
+from provpt_peft.backbone.sizes import fixed_size
+
 
 def pair(family, dtype=torch.float32):
     """A prompted model in eval mode, its oracle, and the prompts of each."""
@@ -49,6 +51,21 @@ def test_other_sizes_and_shapes(family, others, size, count):
     ours, oracle = run(model, prompts, **inputs, **others), run(plain, oracle_prompts, **inputs, **others)
     for mine, theirs in zip(ours, oracle, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["vit", "deit", "msn", "ijepa", "clip", "siglip", "mae"])
+def test_models_of_a_fixed_size_refuse_another_without_the_option(family):
+    model = tiny.prompted(tiny.make(family))
+    assert fixed_size(model) == (32, 32)
+    with pytest.raises((ValueError, RuntimeError), match=r"match model \(32\*32\)|must match the size of tensor"):
+        model(pixel_values=tiny.images(size=48))
+
+
+@pytest.mark.parametrize("family", ["dinov2", "dinov2_registers", "dinov3"])
+def test_models_of_no_fixed_size_take_another(family):
+    model = tiny.prompted(tiny.make(family))
+    assert fixed_size(model) is None
+    model(pixel_values=tiny.images(size=48))
 
 
 @pytest.mark.parametrize("family", tiny.ALL_FAMILIES)

@@ -118,7 +118,7 @@ class RelocationConfig:
     def preset(cls, name: str, **changes: Any) -> RelocationConfig:
         """The settings of a named strategy, with changes if any are given.
 
-        `"default"` is `RelocationConfig()`, `"paper"` is Algo. 1 as printed, the letters are the rows of the paper's
+        `"default"` is `RelocationConfig()`, `"paper"` is Algo. 1 with Eq. 6, the letters are the rows of the paper's
         Tab. 3, and `"adding"` is the variant in its appendix. The letters use `"fisher"`, since Eq. 6 is close to
         noise. (A) and (B) differ in how many prompts the model starts with; choose their `prune_share` on
         validation data. `"adding"` needs a reserve of prompts: `ProVPTConfig(num_prompts=…, reserve=…)`. A dict for

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import os
 import threading
@@ -16,6 +15,7 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..backbone.sizes import fixed_size
 from ..config import ProVPTConfig, absolute
 from ..model import ProVPTModel
 from ..prompts import PromptBank, check_prompts, read_blocks
@@ -103,9 +103,7 @@ class ClassifierPool:
         self._bank: PromptBank = ProVPTModel(model, {"none": ProVPTConfig(num_prompts=1)}, "none").bank
         self._model = model.requires_grad_(False).eval().to(device)
         self._bank.to(device)
-        self._takes_sizes = "interpolate_pos_encoding" in inspect.signature(model.forward).parameters
-        size: Any = getattr(model.config, "image_size", None)
-        self._image_size = (size, size) if isinstance(size, int) else None if size is None else tuple(size)
+        self._fixed_size = fixed_size(model)
         self._revision = from_pretrained_kwargs.get("revision")
         self._download = chosen(from_pretrained_kwargs, "token", "cache_dir", "local_files_only", "force_download")
         self._heads: list[_TaskHeads] = []
@@ -307,8 +305,8 @@ class ClassifierPool:
         batch = {key: torch.cat([of_image[key] for of_image in inputs]) for key in inputs[0]}
         like = next(self._model.parameters())
         batch = {key: t.to(like) if t.is_floating_point() else t.to(like.device) for key, t in batch.items()}
-        other_size = self._image_size not in (None, tuple(batch.get("pixel_values", like).shape[-2:]))
-        sizes = {"interpolate_pos_encoding": True} if self._takes_sizes and other_size else {}
+        other_size = self._fixed_size not in (None, batch.get("pixel_values", like).shape[-2:])
+        sizes = {"interpolate_pos_encoding": True} if other_size else {}
         with self._lock:  # loads a task again if another thread has evicted it
             tasks = [self._use(name) for name in names]
             with self._bank.mix([task.adapter for task in tasks]):
