@@ -9,7 +9,7 @@ Any checkpoint and any image data set on the Hub, or a folder of images with one
     python examples/finetune_image_classification.py \\
         --model_name_or_path google/vit-base-patch16-224-in21k \\
         --dataset_name cifar100 --image_column_name img --label_column_name fine_label \\
-        --num_train_epochs 5 --per_device_train_batch_size 32 --output_dir outputs/cifar100
+        --num_train_epochs 20 --per_device_train_batch_size 64 --output_dir outputs/cifar100
     python examples/finetune_image_classification.py \\
         --model_name_or_path google/vit-base-patch16-224-in21k --train_dir my-images --output_dir outputs/mine
 
