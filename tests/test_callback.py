@@ -157,6 +157,55 @@ def test_resume_with_gradient_accumulation(tmp_path):
     assert_equal(outcome(*resumed), expected)
 
 
+class StopAt(TrainerCallback):
+    """As a job's time limit does."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == self.step
+
+
+def test_a_run_that_stopped_inside_an_epoch_resumes_exactly(tmp_path):
+    # The Trainer ends the epoch that is broken off, and writes the epoch's checkpoint.
+    settings = dict(config=every_epoch(), save_strategy="epoch")
+    expected = outcome(*trained(tmp_path / "whole", **settings))
+    assert len(expected[0]) == 3
+    trained(tmp_path / "stopped", callbacks=[StopAt(8)], **settings)
+    checkpoint = tmp_path / "stopped" / "checkpoint-8"
+    assert_equal(outcome(*trained(tmp_path / "stopped", resume_from_checkpoint=str(checkpoint), **settings)), expected)
+
+
+class SaveAt(TrainerCallback):
+    """Write a checkpoint at an event, as the Trainer's `enable_jit_checkpoint` does when the job gets a signal."""
+
+    def __init__(self, event, step):
+        self.step = step
+        setattr(self, event, self.save)
+
+    def save(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            self.trainer._save_checkpoint(self.trainer.model, trial=None)
+
+
+@pytest.mark.parametrize(
+    ("event", "every", "step"), [("on_epoch_begin", "epoch", 12), ("on_pre_optimizer_step", 5, 10)]
+)
+def test_a_checkpoint_beside_a_relocation_resumes_exactly(tmp_path, event, every, step):
+    # Without dropout, whose random numbers have been drawn for the step already.
+    models = (tiny.prompted(tiny.make("vit")) for _ in range(2))
+    config = every_epoch(relocate_every=every)
+    saving = SaveAt(event, step)
+    saving.trainer, callback = make_trainer(tmp_path, config=config, model=next(models), callbacks=[saving])
+    saving.trainer.train()
+    expected = outcome(saving.trainer, callback)
+    assert len(expected[0]) >= 3
+    checkpoint = str(tmp_path / f"checkpoint-{step}")
+    resumed = trained(tmp_path, config=config, model=next(models), resume_from_checkpoint=checkpoint)
+    assert_equal(outcome(*resumed), expected)
+
+
 def test_resume_from_a_best_checkpoint_inside_an_epoch(tmp_path):
     # The Trainer decides to save after it has evaluated and logged.
     settings = dict(

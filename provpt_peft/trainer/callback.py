@@ -66,6 +66,7 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
         self.relocator: Relocator | None = None
         self._trainer: Trainer | None = None
         self._inside_epoch = False
+        self._relocated_at: int | None = None  # the step before which prompts were last relocated
         self._begun_with = 0  # number of records of earlier runs
         self._evaluated_step: int | None = None
         self._saved: dict[str, Any] | None = None
@@ -85,7 +86,7 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
         _warn_of_inputs(trainer)
         _warn_of_one_rate(kwargs["optimizer"], self.relocator.tuner.prompts(self.relocator.adapter_name))
         _warn_of_the_last_model(args, self.relocator.adapter_name)
-        self._inside_epoch, self._evaluated_step = False, None
+        self._inside_epoch, self._relocated_at, self._evaluated_step = False, None, None
         name = type(self).__name__
         if state.global_step > 0:
             saved = state.stateful_callbacks.get(name, {}).get("attributes", {}).get("saved")
@@ -97,6 +98,7 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
                 self.relocator.load_state_dict(saved["relocator"])
                 # A checkpoint of an epoch's last step is written before the epoch ends.
                 self._inside_epoch = saved["inside_epoch"] and state.epoch % 1 != 0
+                self._relocated_at = saved["relocated_at"]
                 # A run that resumes at its last step does not evaluate again.
                 self._remember_metrics(saved["metrics"])
         self.history = self.relocator.history
@@ -122,7 +124,8 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
             self._relocate(args, state, control)
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self._inside_epoch = False
+        # A run that stops inside an epoch comes here too, and resumes inside it.
+        self._inside_epoch = control.should_training_stop
         if state.global_step >= state.max_steps:
             self._finish(args, state, control)
 
@@ -167,6 +170,10 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
         return self._running.tuner.peft_config[self._running.adapter_name]
 
     def _relocate(self, args: Any, state: TrainerState, control: Any) -> None:
+        # A checkpoint may be written between a relocation and the step that follows, which is where a run resumes.
+        if self._relocated_at == state.global_step:
+            return
+        self._relocated_at = state.global_step
         self._running.relocate(progress=state.global_step / state.max_steps)
         self._log(args, state, control)
 
@@ -196,6 +203,7 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
                 "relocator": self.relocator.state_dict(),
                 "prompt_blocks": self.relocator.blocks().tolist(),
                 "inside_epoch": self._inside_epoch,
+                "relocated_at": self._relocated_at,
                 "metrics": self._metrics(),
             }
         return {"args": {"config": self.config.settings()}, "attributes": attributes}
