@@ -145,6 +145,7 @@ class ProVPTConfig(PeftConfig):
         super().__post_init__()
         make_plain(self, ProVPTConfig)
         self.peft_type = PeftType.PROVPT
+        from_file = self.provpt_version is not None  # nobody else gives it
         self.provpt_version = self.provpt_version or __version__
         if self.task_type is not None:
             raise ValueError(
@@ -197,9 +198,11 @@ class ProVPTConfig(PeftConfig):
                     f"`id2label` must map the number of each class to its name, got {self.id2label!r}. "
                     "Leave it out to store the names that the model's own config has."
                 ) from None
-        # Not fields, so not saved. transformers' placeholders (`LABEL_0`) do not count as given names.
-        self._labels_given = any(name != f"LABEL_{index}" for index, name in (self.id2label or {}).items())
+        # Not fields, so not saved.
+        self._labels_given = _are_names(self.id2label)
         self._problem_type_given = self.problem_type is not None
+        self._from_file = from_file
+        self._trained = False  # since it was made or read
         self._as_given: dict[str, Any] | None = None
 
     def for_a_model(self) -> ProVPTConfig:
@@ -216,7 +219,7 @@ class ProVPTConfig(PeftConfig):
     def take(self, num_blocks: int) -> None:
         """Become the config of an adapter in a model with `num_blocks` blocks."""
         self._as_given = {name: getattr(self, name) for name in _FILLED_IN}
-        self.num_blocks, self.training = num_blocks, None
+        self.num_blocks, self.training, self._trained = num_blocks, None, False
 
     def _check_num_prompts(self) -> None:
         if isinstance(self.num_prompts, list):
@@ -249,14 +252,22 @@ class ProVPTConfig(PeftConfig):
         return distribution
 
     def remember_labels(self, model: nn.Module) -> None:
-        """Take `id2label` and `problem_type` from an image classifier's config, unless they were given."""
+        """Take `id2label` and `problem_type` from an image classifier's config, unless they were given. Those of a
+        file count as given until the adapter is trained again, with labels that have names."""
         config: Any = getattr(model, "config", None)
         if config is None or "ForImageClassification" not in type(model).__name__:
             return
-        if not self._labels_given:
-            self.id2label = dict(config.id2label) if config.id2label else None
-        if not self._problem_type_given:
+        again = self._from_file and self._trained
+        labels = dict(config.id2label) if config.id2label else None
+        # A head of another size has other labels than the file says, whether they have names or not.
+        if not self._labels_given or (again and (_are_names(labels) or len(labels or ()) != len(self.id2label or ()))):
+            self.id2label = labels
+        if not self._problem_type_given or (again and config.problem_type is not None):
             self.problem_type = config.problem_type
+
+    def remember_images(self, height: int, width: int) -> None:
+        """Keep the size of the images of a training step, for whoever loads the adapter without their processor."""
+        self._trained, self.image_size = True, [height, width]
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
         """Write `adapter_config.json` as PEFT does, and update the model card if the adapter's tensors are in the same
@@ -278,6 +289,11 @@ def absolute(base_model: None) -> None: ...
 def absolute(base_model: str | None) -> str | None:
     """The absolute path of a base model in a local folder; any other name as it is."""
     return os.path.abspath(base_model) if base_model and os.path.isdir(base_model) else base_model
+
+
+def _are_names(id2label: dict[int, str] | None) -> bool:
+    """Whether labels have names. transformers' placeholders (`LABEL_0`) are none."""
+    return any(name != f"LABEL_{index}" for index, name in (id2label or {}).items())
 
 
 def make_plain(config: Any, cls: type) -> None:

@@ -175,7 +175,8 @@ class ProVPTModel(BaseTuner):
                 self._remove_blocks()
             raise
         # The training record belongs to prompts that may be loaded from a file next; until then it is set aside.
-        self._records[adapter_name] = config.training
+        if config.training is not None:
+            self._records[adapter_name] = config.training
         config.take(len(found))
         # PEFT activates the active adapter again with the new config's `inference_mode`.
         for parameter, requires_grad in trainable.items():
@@ -193,7 +194,7 @@ class ProVPTModel(BaseTuner):
         self.bank = PromptBank(widths, init_bound(self.patch_size, max(widths)), reference=norms[0])
         self.bank.train(model.training)
         self.blocks = [PromptedBlock(*parts, self.bank, number) for number, parts in enumerate(found, start=1)]
-        self._records: dict[str, dict[str, Any] | None] = {}
+        self._records: dict[str, dict[str, Any]] = {}
         # An entry for each call of the model around the base model that is in progress. Copies of the tuner share it.
         self._calls: list[None] = []
         self._call_check = model.register_forward_pre_hook(self._check_call)
@@ -278,15 +279,17 @@ class ProVPTModel(BaseTuner):
         # PEFT calls this around each forward.
         check_replica(self)
         names = kwargs.pop("adapter_names", None)
-        if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self._record_image_size(kwargs.get("pixel_values", args[0] if args else None))
+        if self.training and torch.is_grad_enabled():
+            self._remember_training(kwargs.get("pixel_values", args[0] if args else None))
         with self._called(), nullcontext() if names is None else self._mix(names, (*args, *kwargs.values())):
             yield
 
-    def _record_image_size(self, images: Any) -> None:
-        """Keep the size of the images in the adapter's config, for whoever loads it without their image processor."""
+    def _remember_training(self, images: Any) -> None:
         if self.bank.enabled_adapter is not None and isinstance(images, Tensor) and images.dim() == 4:
-            self.peft_config[self.bank.enabled_adapter].image_size = list(images.shape[-2:])
+            config = self.peft_config[self.bank.enabled_adapter]
+            config.remember_images(*images.shape[-2:])
+            if not torch.compiler.is_compiling():
+                config.remember_labels(self.model)
 
     @torch.compiler.disable  # names cannot be part of a compiled graph
     def _mix(self, names: Sequence[str], inputs: Sequence[Any]) -> AbstractContextManager[None]:
@@ -403,8 +406,10 @@ class ProVPTModel(BaseTuner):
         bank.check(adapter_name, selected)
         if cls.keep_card is not None:
             cls.keep_card(model)
-        # The config is written after the tensors. transformers sets `problem_type` in the first training step.
-        config.remember_labels(_tuner(model).model)
+        # The config is written after the tensors. transformers sets `problem_type` in the first training step. The
+        # model's labels are those of the active adapter.
+        if adapter_name in _tuner(model).active_adapters or config.id2label is None:
+            config.remember_labels(_tuner(model).model)
         return selected
 
     @classmethod
@@ -423,7 +428,10 @@ class ProVPTModel(BaseTuner):
                 f"An adapter's file must only hold tensors of the adapter, got {surplus} as well. An adapter only "
                 "fits the backbone and config it was made with. Save it again."
             )
-        config.training = tuner._records.pop(adapter_name, None) or config.training
+        if adapter_name in tuner._records:
+            config.training = tuner._records.pop(adapter_name)
+        elif not bank.same_blocks(adapter_name, remapped):
+            config.training = None  # of other prompts; PEFT does not read the config of those that replace them
         return {key: bank.from_file(key, tensor) for key, tensor in remapped.items()}
 
     def unload(self) -> nn.Module:

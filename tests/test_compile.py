@@ -44,6 +44,10 @@ def test_compiled_equals_eager_before_and_after_moves(backend):
         graphs.append(counters["stats"]["unique_graphs"])
     # One graph, a second one for a block without prompts.
     assert graphs == [1, 1, 1, 2, 2, 2, 2]
+    # The size of the images is noted in compiled training too.
+    model.peft_config["default"].image_size = None
+    logits_and_gradient(compiled)
+    assert model.peft_config["default"].image_size == [32, 32]
 
 
 @tiny.needs_compile

@@ -290,6 +290,47 @@ def test_names_that_a_file_has_beat_the_model_s_unless_they_are_none(tmp_path):
     assert ProVPTConfig.from_pretrained(tmp_path).id2label == NAMES
 
 
+BIRDS = {0: "robin", 1: "crow", 2: "owl"}
+
+
+def loaded_onto(folder, names, problem_type=None):
+    """An adapter on a fresh model with label names of its own, to train on."""
+    model = tiny.make("vit")
+    model.config.id2label, model.config.problem_type = names, problem_type
+    return PeftModel.from_pretrained(model, folder, is_trainable=True)
+
+
+def test_the_names_of_a_file_hold_until_the_adapter_is_trained_on_others(tmp_path, adapter):
+    model = loaded_onto(adapter, BIRDS, "multi_label_classification")
+    model.save_pretrained(tmp_path)
+    assert ProVPTConfig.from_pretrained(tmp_path).id2label == NAMES
+    model.train()(pixel_values=tiny.images(2))
+    model.save_pretrained(tmp_path)
+    config = ProVPTConfig.from_pretrained(tmp_path)
+    assert (config.id2label, config.problem_type) == (BIRDS, "multi_label_classification")
+
+
+def test_names_that_were_given_hold_when_the_adapter_is_trained(tmp_path, adapter):
+    model = loaded_onto(adapter, BIRDS)
+    model.add_adapter("given", ProVPTConfig(num_prompts=1, id2label=NAMES))
+    model.set_adapter("given")
+    model.train()(pixel_values=tiny.images(2))
+    model.save_pretrained(tmp_path)
+    assert ProVPTConfig.from_pretrained(tmp_path / "given").id2label == NAMES
+
+
+def test_each_adapter_has_the_names_that_it_was_trained_with(tmp_path):
+    model = tiny.prompted(tiny.make("vit")).train()
+    model.base_model.model.config.id2label = NAMES
+    model(pixel_values=tiny.images(2))
+    model.add_adapter("birds", ProVPTConfig(num_prompts=1, modules_to_save=["classifier"]))
+    model.set_adapter("birds")
+    model.base_model.model.config.id2label = BIRDS
+    model.save_pretrained(tmp_path)
+    assert ProVPTConfig.from_pretrained(tmp_path).id2label == NAMES
+    assert ProVPTConfig.from_pretrained(tmp_path / "birds").id2label == BIRDS
+
+
 @pytest.mark.parametrize(
     ("labels", "kind", "shown"),
     [
