@@ -135,8 +135,7 @@ def test_after_training_the_callback_holds_neither_model_nor_data(tmp_path):
 # ---- resume ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("restore", [False, True])
-@pytest.mark.parametrize("step", [4, 8, 12, 20])
+@pytest.mark.parametrize(("step", "restore"), [(4, False), (8, True), (12, False), (20, False)])
 def test_resumed_run_equals_an_uninterrupted_one(tmp_path, step, restore):
     # Steps 4, 8 and 20 are inside an epoch; 12 ends one.
     settings = dict(
@@ -577,9 +576,7 @@ def test_scores_are_measured_on_the_first_training_images(tmp_path):
     assert move.reward == pytest.approx(move.loss_before - move.loss_after - move.idleness, abs=1e-6)
 
 
-@pytest.mark.parametrize("restore", [False, True])
-@pytest.mark.parametrize("every", ["epoch", 5])
-@pytest.mark.parametrize("step", [8, 10])
+@pytest.mark.parametrize(("step", "every", "restore"), [(8, "epoch", True), (8, 5, False), (10, 5, True)])
 def test_resumed_run_with_measured_scores(tmp_path, step, every, restore):
     # Step 10 is the last one of a period of 5 steps: its relocation is due after the checkpoint.
     # By name: a score that is a function cannot be restored from a checkpoint.

@@ -151,6 +151,7 @@ def test_detectors_with_a_swin(run, tmp_path, swin, few_scenes, architecture):
 def test_a_resumed_run_equals_one_that_was_not_stopped(run, tmp_path, swin, few_scenes, script):
     arguments = (
         "--methods", "pro-vpt", "--preset", "G", "--num_train_epochs", 4, "--save_strategy", "epoch", "--optim", "sgd",
+        "--learning_rate", 0.1,
     )  # fmt: skip
     if script == "segmentation":
         tiny.make("vit").save_pretrained(tmp_path / "vit")

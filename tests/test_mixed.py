@@ -160,7 +160,7 @@ def test_threads_do_not_mix(family):
 @tiny.needs_compile
 @torch.no_grad()
 def test_compiled():
-    model = several("vit")
+    model = several("vit", num_hidden_layers=2)
     inputs = images_of("vit", 6)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter)

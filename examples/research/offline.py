@@ -153,7 +153,8 @@ def chosen_runs(args: argparse.Namespace) -> dict[tuple[str, str], list[dict[str
 
 
 def compare_numbers(args: argparse.Namespace) -> None:
-    """Print and draw accuracies over the number of prompts, and their standard deviation over it, the spread."""
+    """Print and draw accuracies over the number of prompts, and their standard deviation over it, the spread: of the
+    numbers that have all seeds."""
     others = {name: value for name, value in protocol(args).items() if name != "num_prompts"}
     counts = sorted({line["num_prompts"] for line in read_lines(args.output, others)})
     accuracies = {
@@ -161,29 +162,30 @@ def compare_numbers(args: argparse.Namespace) -> None:
         for n in counts
         for (method, task), lines in chosen_runs(argparse.Namespace(**vars(args) | {"num_prompts": n})).items()
     }
-    # Of each task: the methods that were run with more than one number, and the numbers and seeds that all of these
-    # have. Seeds have their own data, so a spread is over the same ones.
-    drawn: dict[str, tuple[list[str], list[int], list[int]]] = {}
+    # Of each task: the methods that were run with more than one number, and the numbers that have all seeds of these.
+    # Seeds have their own data, so a spread is over the same ones.
+    drawn: dict[str, tuple[list[str], list[int]]] = {}
     for task in args.tasks:
-        methods = [m for m in COLOURS if sum((task, n, m) in accuracies for n in counts) >= 2]
-        numbers = [n for n in counts if methods and all((task, n, m) in accuracies for m in methods)]
-        seeds = [set(accuracies[task, n, m]) for n in numbers for m in methods]
-        if len(numbers) >= 2 and (common := sorted(set.intersection(*seeds))):
-            drawn[task] = methods, numbers, common
+        complete = {key for key, of_seeds in accuracies.items() if key[0] == task and of_seeds.keys() >= {*args.seeds}}
+        methods = [m for m in COLOURS if sum((task, n, m) in complete for n in counts) >= 2]
+        numbers = [n for n in counts if methods and all((task, n, m) in complete for m in methods)]
+        if len(numbers) >= 2:
+            drawn[task] = methods, numbers
     if not drawn:
         return
+    counts = [n for n in counts if any(n in numbers for _, numbers in drawn.values())]
     header = ["task", "method", *(f"{n} per block" for n in counts), "spread"]
     print()
     print_header(header)
     figure, axes = plt.subplots(1, len(drawn), figsize=(4.5 * len(drawn), 3.4), squeeze=False)
-    for axis, (task, (methods, numbers, seeds)) in zip(axes[0], drawn.items(), strict=True):
+    for axis, (task, (methods, numbers)) in zip(axes[0], drawn.items(), strict=True):
         for method in methods:
-            runs = {n: [accuracies[task, n, method][seed] for seed in seeds] for n in numbers}
+            runs = {n: [accuracies[task, n, method][seed] for seed in args.seeds] for n in numbers}
             means = [statistics.mean(values) for values in runs.values()]
             cells = [mean_error_and_number(runs.get(n, [])) for n in counts]
             print(f"| {task} | {method} | {' | '.join(cells)} | {statistics.stdev(means):.2f} |")
             for n, values in runs.items():
-                axis.plot([n] * len(seeds), values, ".", color=COLOURS[method], markersize=3)
+                axis.plot([n] * len(values), values, ".", color=COLOURS[method], markersize=3)
             axis.plot(numbers, means, marker="o", color=COLOURS[method], label=method)
         axis.set_xscale("log")
         axis.set_xticks(numbers, [str(n) for n in numbers])
