@@ -43,8 +43,6 @@ from .together import Together, parse_study, protocol, rate_of, study_parser, un
 BUDGETS = (12, 6, 24, 60)
 COLOURS = (VERMILLION, ORANGE, GREEN, BLUE)
 UNIFORM = "uniform"
-# The epochs after which validation images are looked at too: what a search that drops distributions early would see.
-LOOKS = (4, 8)
 # The share of the distributions that is run on the fresh seeds.
 BEST = 0.1
 
@@ -78,10 +76,11 @@ def run(task_name: str, budget: int, names: Sequence[str], seed: int, args: Name
     counts = [of_names[name] for name in names]
     together = Together(make_base(task.num_labels, seed, args.model_name_or_path), counts, seed)
     rates = list(map(rate_of, counts))
+    # What a search that drops distributions early would see.
     looks: dict[str, list[dict[str, float]]] = {adapter: [] for adapter in together.names}
 
     def look(epoch: int) -> None:
-        for adapter in together.names if epoch in LOOKS else ():
+        for adapter in together.names if epoch in args.looks else ():
             loss, accuracy = together.evaluate(adapter, task.validation)
             looks[adapter].append({"epoch": epoch, "validation_loss": loss, "validation_accuracy": 100 * accuracy})
 
@@ -233,8 +232,9 @@ def print_tables(results: Results) -> None:
             pooled = [_differences([*itertools.chain(*by_task)]) for by_task in (best, of_others)]
             print(f"| {' | '.join([str(budget), 'all', *[''] * 7, *pooled])} |")
 
+    epochs = sorted({look["epoch"] for line in results.lines.values() for look in line["looks"]})
     print()
-    print_header(["prompts", "task", *TRAITS, *(f"after {epoch} epochs" for epoch in LOOKS)])
+    print_header(["prompts", "task", *TRAITS, *(f"after {epoch} epochs" for epoch in epochs)])
     for budget, of_budget in done.items():
         of_names = distributions(budget, args)
         for task in of_budget:
@@ -242,8 +242,9 @@ def print_tables(results: Results) -> None:
             means = [statistics.mean(runs) for runs in accuracies.values()]
             counts = [of_names[name] for name in accuracies]
             ranks = [spearmanr(list(map(trait, counts)), means).statistic for trait in TRAITS.values()]
-            ranks += [looked_at(results, task, budget, epoch) for epoch in LOOKS]
-            print(f"| {budget} | {task} | {' | '.join(f'{rank:+.2f}' for rank in ranks)} |")
+            ranks += [looked_at(results, task, budget, epoch) for epoch in epochs]
+            cells = ("" if math.isnan(rank) else f"{rank:+.2f}" for rank in ranks)
+            print(f"| {budget} | {task} | {' | '.join(cells)} |")
 
 
 def draw(results: Results, path: Path) -> None:
@@ -279,6 +280,13 @@ def main() -> None:
     parser.add_argument("--distributions", type=int, default=24, help="random ones of a budget (default: 24)")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1], help="of the search (default: 0 1)")
     parser.add_argument("--fresh_seeds", nargs="+", type=int, default=[2, 3, 4, 5], help="default: 2 3 4 5")
+    parser.add_argument(
+        "--looks",
+        nargs="*",
+        type=int,
+        default=[],
+        help="epochs after which validation images are looked at (default: none)",
+    )
     parser.add_argument("--pictures", type=Path, default=Path("docs/images"), help="folder of the picture")
     args = parse_study(parser)
     if min(args.distributions, len(args.seeds)) < 2:
