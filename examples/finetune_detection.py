@@ -229,7 +229,8 @@ def check(args: DetectionArguments, changed: set[str]) -> None:
             f"`--optim {args.optim.value}` cannot give prompts and head separate rates. Use another, such "
             "as `adamw_torch` or `sgd`."
         )
-    if issubclass(optimizer_class, torch.optim.SGD) and args.learning_rate is None:
+    prompted = set(args.methods) != {"head"}
+    if prompted and issubclass(optimizer_class, torch.optim.SGD) and args.learning_rate is None:
         raise ValueError(
             f"`--optim {args.optim.value}` needs `--learning_rate`: the default suits optimizers like Adam."
         )

@@ -249,8 +249,8 @@ def check(args: FineTuningArguments, changed: set[str]) -> None:
     told = (args.do_train, args.do_eval, args.do_predict)
     if False in told or (any(told) and not args.do_train) or (args.do_eval and args.eval_strategy == "no"):
         raise ValueError(
-            "The script trains, validates as `--eval_strategy` says, and tests. Leave `--do_train`, `--do_eval` and "
-            "`--do_predict` out. To test a saved adapter, load it with `provpt_peft.load_image_classifier`."
+            "The script trains, validates as `--eval_strategy` says and at the end, and tests. Leave `--do_train`, "
+            "`--do_eval` and `--do_predict` out. To test an adapter, load it with `provpt_peft.load_image_classifier`."
         )
     if args.resume_from_checkpoint is not None:
         if len(args.methods) > 1:

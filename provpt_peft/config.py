@@ -145,7 +145,7 @@ class ProVPTConfig(PeftConfig):
         super().__post_init__()
         make_plain(self, ProVPTConfig)
         self.peft_type = PeftType.PROVPT
-        from_file = self.provpt_version is not None  # nobody else gives it
+        from_file = self.provpt_version is not None  # users leave it out; a copy of a config counts as a file
         self.provpt_version = self.provpt_version or __version__
         if self.task_type is not None:
             raise ValueError(

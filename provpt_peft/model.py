@@ -26,6 +26,7 @@ from .backbone.checks import (
 )
 from .backbone.families import find_blocks, resolve
 from .backbone.shallow import ShallowPrompts
+from .compiling import is_exporting
 from .config import BackboneFamily, ProVPTConfig, absolute
 from .evaluation import switch_randomness
 from .mixed import BASE, MixedBatch
@@ -175,8 +176,7 @@ class ProVPTModel(BaseTuner):
                 self._remove_blocks()
             raise
         # The training record belongs to prompts that may be loaded from a file next; until then it is set aside.
-        if config.training is not None:
-            self._records[adapter_name] = config.training
+        self._records[adapter_name] = config.training
         config.take(len(found))
         # PEFT activates the active adapter again with the new config's `inference_mode`.
         for parameter, requires_grad in trainable.items():
@@ -194,7 +194,8 @@ class ProVPTModel(BaseTuner):
         self.bank = PromptBank(widths, init_bound(self.patch_size, max(widths)), reference=norms[0])
         self.bank.train(model.training)
         self.blocks = [PromptedBlock(*parts, self.bank, number) for number, parts in enumerate(found, start=1)]
-        self._records: dict[str, dict[str, Any]] = {}
+        self._records: dict[str, dict[str, Any] | None] = {}
+        self._last_trained: str | None = None
         # An entry for each call of the model around the base model that is in progress. Copies of the tuner share it.
         self._calls: list[None] = []
         self._call_check = model.register_forward_pre_hook(self._check_call)
@@ -257,6 +258,8 @@ class ProVPTModel(BaseTuner):
             raise ValueError(f"Adapter {adapter_name} does not exist")
         del self.peft_config[adapter_name]
         self._records.pop(adapter_name, None)
+        if adapter_name == self._last_trained:
+            self._last_trained = None
         active = tuners_utils.delete_adapter(self, adapter_name=adapter_name, prefix=PREFIX, layer_cls=PromptBank)
         self.active_adapter = active or []
         self._set_backbone_dropout()
@@ -279,14 +282,17 @@ class ProVPTModel(BaseTuner):
         # PEFT calls this around each forward.
         check_replica(self)
         names = kwargs.pop("adapter_names", None)
-        if self.training and torch.is_grad_enabled():
-            self._remember_training(kwargs.get("pixel_values", args[0] if args else None))
+        images = kwargs.get("pixel_values", args[0] if args else None)
+        self.bank.check_device(images)
+        if self.training and torch.is_grad_enabled() and not is_exporting():
+            self._remember_training(images)
         with self._called(), nullcontext() if names is None else self._mix(names, (*args, *kwargs.values())):
             yield
 
     def _remember_training(self, images: Any) -> None:
         if self.bank.enabled_adapter is not None and isinstance(images, Tensor) and images.dim() == 4:
-            config = self.peft_config[self.bank.enabled_adapter]
+            self._last_trained = self.bank.enabled_adapter
+            config = self.peft_config[self._last_trained]
             config.remember_images(*images.shape[-2:])
             if not torch.compiler.is_compiling():
                 config.remember_labels(self.model)
@@ -407,9 +413,10 @@ class ProVPTModel(BaseTuner):
         if cls.keep_card is not None:
             cls.keep_card(model)
         # The config is written after the tensors. transformers sets `problem_type` in the first training step. The
-        # model's labels are those of the active adapter.
-        if adapter_name in _tuner(model).active_adapters or config.id2label is None:
-            config.remember_labels(_tuner(model).model)
+        # model's labels are those of the adapter that was trained last, if any was.
+        tuner = _tuner(model)
+        if adapter_name == (tuner._last_trained or next(iter(tuner.active_adapters), None)):
+            config.remember_labels(tuner.model)
         return selected
 
     @classmethod
@@ -428,10 +435,7 @@ class ProVPTModel(BaseTuner):
                 f"An adapter's file must only hold tensors of the adapter, got {surplus} as well. An adapter only "
                 "fits the backbone and config it was made with. Save it again."
             )
-        if adapter_name in tuner._records:
-            config.training = tuner._records.pop(adapter_name)
-        elif not bank.same_blocks(adapter_name, remapped):
-            config.training = None  # of other prompts; PEFT does not read the config of those that replace them
+        config.training = tuner._records.pop(adapter_name, None) or config.training
         return {key: bank.from_file(key, tensor) for key, tensor in remapped.items()}
 
     def unload(self) -> nn.Module:

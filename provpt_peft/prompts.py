@@ -107,10 +107,6 @@ def check_prompts(
     raise ValueError(f"{rule}, got {got}. An adapter only fits the backbone and `num_prompts` it was made with.")
 
 
-def _tensor_of(container: str, adapter_name: str, tensors: Mapping[str, Tensor]) -> Tensor | None:
-    return next((tensor for key, tensor in tensors.items() if key.endswith(f".{container}.{adapter_name}")), None)
-
-
 class PromptBank(nn.Module, BaseTunerLayer):
     """All prompts of all PROVPT adapters of a model.
 
@@ -342,18 +338,20 @@ class PromptBank(nn.Module, BaseTunerLayer):
     def check(self, adapter_name: str, tensors: Mapping[str, Tensor]) -> None:
         """Check an adapter's tensors when they are saved or loaded, before any of them is written."""
         prompts, blocks = (
-            _tensor_of(container, adapter_name, tensors)
+            next((tensor for key, tensor in tensors.items() if key.endswith(f".{container}.{adapter_name}")), None)
             for container in (*self.adapter_layer_names, *self.other_param_names)
         )
         shape = (len(self.provpt_prompt_blocks[adapter_name]), max(self.widths))
         check_prompts(prompts, blocks, shape, self.num_blocks, adapter_name in self.shallow)
 
-    def same_blocks(self, adapter_name: str, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether an adapter's tensors from a file have its prompts in the blocks where they are now."""
-        (container,) = self.other_param_names
-        found = _tensor_of(container, adapter_name, tensors)
-        assert found is not None  # `check` comes first
-        return torch.equal(read_blocks(found).cpu(), self.blocks(adapter_name).cpu())
+    def check_device(self, images: Any) -> None:
+        """Refuse prompts without values, `ValueError`, unless the images have none either."""
+        bare = [name for name, prompts in self.provpt_prompts.items() if prompts.is_meta]
+        if bare and isinstance(images, Tensor) and not images.is_meta:
+            raise ValueError(
+                f"Prompts must have values, but those of {', '.join(bare)} are on the meta device. Offloading weights "
+                "(`cpu_offload`, `disk_offload`) leaves them there: keep a model with prompts on its device."
+            )
 
     def _parameter(self) -> Tensor:
         """A parameter of the frozen backbone, whose device and dtype prompts take."""

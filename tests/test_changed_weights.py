@@ -384,22 +384,10 @@ def test_passes_without_numbers():
     assert logits_of(model, tiny.images().to("meta")).shape == (2, 3)
 
 
-def test_prompts_of_another_time_do_not_have_the_record_of_the_last(tmp_path):
-    """PEFT reads only the tensors of a folder if there is an adapter of the name already."""
-    model = made()
-    model.save_pretrained(tmp_path / "first")
-    model.base_model.move_prompt(0, 3)
-    model.peft_config["default"].training = {"epochs": 4}
-    model.save_pretrained(tmp_path / "last")
-    model.load_adapter(str(tmp_path / "last"), "default")
-    assert model.peft_config["default"].training == {"epochs": 4}
-    model.load_adapter(str(tmp_path / "first"), "default")
-    assert model.peft_config["default"].training is None
-
-
-def test_offloaded_prompts_are_refused():
-    model = cpu_offload(made().eval(), execution_device="cpu")
-    with pytest.raises(ValueError, match=r"must have values, but they are on the meta device\. Offloading"):
+@pytest.mark.parametrize("settings", [{}, dict(num_prompts=3, shallow=True)])
+def test_offloaded_prompts_are_refused(settings):
+    model = cpu_offload(made(**settings).eval(), execution_device="cpu")
+    with pytest.raises(ValueError, match=r"must have values, but those of default are on the meta device\. Offload"):
         logits(model)
 
 

@@ -259,6 +259,12 @@ def test_options_of_prompts_are_refused_where_there_are_none(monkeypatch, capsys
 
 
 @pytest.mark.parametrize("script", ["finetune_segmentation", "finetune_detection"])
+def test_a_head_alone_needs_no_rate_of_prompts_for_sgd(monkeypatch, script):
+    module, args = parsed(monkeypatch, script, "--methods", "head", "--optim", "sgd", "--head_learning_rate=3")
+    assert module.make_optimizer(torch.nn.Linear(2, 2), args).param_groups[0]["lr"] == 3
+
+
+@pytest.mark.parametrize("script", ["finetune_segmentation", "finetune_detection"])
 def test_scripts_that_do_not_validate_say_so(monkeypatch, capsys, script):
     for options in (["--eval_strategy", "epoch"], ["--bf16_full_eval"], ["--label_smoothing_factor", "0.1"]):
         with pytest.raises(SystemExit):

@@ -326,6 +326,9 @@ def test_each_adapter_has_the_names_that_it_was_trained_with(tmp_path):
     model.add_adapter("birds", ProVPTConfig(num_prompts=1, modules_to_save=["classifier"]))
     model.set_adapter("birds")
     model.base_model.model.config.id2label = BIRDS
+    model(pixel_values=tiny.images(2))
+    # Whichever is active when they are saved.
+    model.set_adapter("default")
     model.save_pretrained(tmp_path)
     assert ProVPTConfig.from_pretrained(tmp_path).id2label == NAMES
     assert ProVPTConfig.from_pretrained(tmp_path / "birds").id2label == BIRDS

@@ -89,8 +89,26 @@ def test_batches_are_micro_batches_of_training(tmp_path, score_images, sizes):
     assert_same_batches(batches, [cut(b, size) for b, size in zip(trainer.seen, sizes, strict=False)])
 
 
+def collate_sizes(items):
+    return {
+        "pixel_values": torch.stack([item["pixel_values"] for item in items]),
+        "labels": torch.stack([item["labels"] for item in items]),
+        "interpolate_pos_encoding": True,
+    }
+
+
 def cut(batch, size):
     return {name: value[:size] for name, value in batch.items()}
+
+
+@pytest.mark.parametrize(
+    ("collate", "images"), [(collate_sizes, 3), (lambda items: collate_sizes(items) | {"names": ["a"] * 8}, 8)]
+)
+def test_options_in_a_batch_do_not_keep_it_whole(collate, images):
+    # A list may belong to the images.
+    (batch,) = first_batches(torch.utils.data.DataLoader(Images(8), batch_size=8, collate_fn=collate), 3)
+    assert {len(batch[name]) for name in ("pixel_values", "labels")} == {images}
+    assert batch["interpolate_pos_encoding"] is True
 
 
 class Augmented(Images):
@@ -324,14 +342,6 @@ class BySize(torch.utils.data.Sampler):
             batches += [indices[i : i + self.batch_size] for i in range(0, len(indices), self.batch_size)]
         self.random.shuffle(batches)
         yield from batches
-
-
-def collate_sizes(items):
-    return {
-        "pixel_values": torch.stack([item["pixel_values"] for item in items]),
-        "labels": torch.stack([item["labels"] for item in items]),
-        "interpolate_pos_encoding": True,
-    }
 
 
 def collate_sizes_flag_first(items):

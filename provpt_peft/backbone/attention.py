@@ -130,11 +130,6 @@ class PromptedBlock:
         kept, name = bank.kept(), (adapter, self.number, key.dtype, key.device)
         if kept is not None and name in kept:
             return kept[name]
-        if bank.provpt_prompts[adapter].is_meta and not key.is_meta:
-            raise ValueError(
-                f"The prompts of {adapter!r} must have values, but they are on the meta device. Offloading weights "
-                "(`cpu_offload`, `disk_offload`) leaves them there: keep a model with prompts on its device."
-            )
         prompts = bank.provpt_prompts[adapter][rows, : self.width].unsqueeze(0)  # (1, n, D)
         rate = bank.dropout[adapter] if bank.training else 0.0
         if rate > 0.0 and transformed():

@@ -26,7 +26,8 @@ def first_batches(loader: Iterable[Any], num_images: int) -> list[Any]:
 
     Args:
         loader: A `DataLoader`, plain or prepared by accelerate, or any other iterable of batches.
-        num_images: Number of images. The last batch is cut to fit if it is a dict of tensors of equal length.
+        num_images: Number of images. The last batch is cut to fit if it is a dict of tensors of equal length, and of
+            options such as `interpolate_pos_encoding`.
 
     Raises:
         ValueError: If the loader is empty or can be read only once, or if `num_images` is below 1.
@@ -113,9 +114,11 @@ def _again(loader: Any) -> Iterable[Any]:
 
 
 def _cut(batch: Any, num_images: int) -> Any:
-    """The first images of a batch if it is a dict of tensors of equal length, otherwise the whole batch."""
-    values = batch.values() if isinstance(batch, Mapping) else [None]
-    lengths = {len(value) if isinstance(value, torch.Tensor) and value.dim() else None for value in values}
+    """The first images of a batch if it is a dict as `first_batches` says, otherwise the whole batch."""
+    if not isinstance(batch, Mapping):
+        return batch
+    tensors = {name: value for name, value in batch.items() if not isinstance(value, bool | str | None)}
+    lengths = {len(value) if isinstance(value, torch.Tensor) and value.dim() else None for value in tensors.values()}
     if None in lengths or len(lengths) > 1:
         return batch
-    return {name: tensor[:num_images] for name, tensor in batch.items()}
+    return {name: value[:num_images] if name in tensors else value for name, value in batch.items()}
