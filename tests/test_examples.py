@@ -112,9 +112,10 @@ def test_the_table_is_about_the_weights_that_are_saved(run_script, tmp_path, che
     """Those of another epoch than the last, at another image size than the checkpoint's."""
     run_script(
         "finetune_image_classification.py", "--model_name_or_path", checkpoint, "--train_dir", image_folder,
-        "--validation_dir", image_folder, "--image_size", 48, "--num_train_epochs", 3, "--save_strategy", "epoch",
+        "--validation_dir", image_folder, "--image_size", 48, "--num_train_epochs", 6, "--save_strategy", "epoch",
         "--load_best_model_at_end", "true", "--metric_for_best_model", "loss", "--greater_is_better", "true",
-        "--learning_rate", 0.1, "--output_dir", tmp_path / "out", "--use_cpu", "true",
+        "--warmup_steps", 0, "--head_learning_rate", 0.03,
+        "--output_dir", tmp_path / "out", "--use_cpu", "true",
     )  # fmt: skip
     (row,) = json.loads((tmp_path / "out" / "results.json").read_text())
     model, processor, labels = load_image_classifier(tmp_path / "out" / "vpt-deep")
