@@ -91,6 +91,7 @@ def swin(tmp_path_factory):
     config = transformers.SwinConfig(
         image_size=64, patch_size=2, embed_dim=16, depths=[1, 1, 2, 1], num_heads=[2, 4, 4, 4], window_size=4
     )
+    torch.manual_seed(0)
     transformers.SwinModel(config).save_pretrained(folder)
     ViTImageProcessor(size={"height": 64, "width": 64}).save_pretrained(folder)
     return folder
