@@ -24,7 +24,6 @@ A data folder has `images/<split>/NAME.jpg` (or png), and the pixels' class numb
 from __future__ import annotations
 
 import copy
-import inspect
 import itertools
 import json
 import time
@@ -55,6 +54,7 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.models.auto.modeling_auto import MODEL_FOR_BACKBONE_MAPPING
 
 from provpt_peft import ProVPTConfig, RelocationConfig, RelocationTrainerCallback, create_provpt_optimizer
+from provpt_peft.backbone.sizes import fixed_size
 from provpt_peft.optimizer import PROMPTS_LR, prompts_lr
 
 
@@ -341,8 +341,7 @@ class SetrPup(nn.Module):
         self.backbone = backbone
         self.head = ProgressiveUpsampling(backbone.config.hidden_size, num_labels, channels)
         # ViT and DeiT need an option for other image sizes, DINOv2 adapts by itself.
-        names = inspect.signature(backbone.forward).parameters
-        self.size_options = {"interpolate_pos_encoding": True} if "interpolate_pos_encoding" in names else {}
+        self.size_options = {} if fixed_size(backbone) is None else {"interpolate_pos_encoding": True}
 
     def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor | None = None) -> SemanticSegmenterOutput:
         """Logits of each pixel, and the mean cross-entropy if there are labels.

@@ -145,7 +145,8 @@ class ProVPTConfig(PeftConfig):
         super().__post_init__()
         make_plain(self, ProVPTConfig)
         self.peft_type = PeftType.PROVPT
-        from_file = self.provpt_version is not None  # users leave it out; a copy of a config counts as a file
+        # Not a field, so not saved. Users leave the version out; a copy of a config counts as a file.
+        self._from_file = self.provpt_version is not None
         self.provpt_version = self.provpt_version or __version__
         if self.task_type is not None:
             raise ValueError(
@@ -201,7 +202,6 @@ class ProVPTConfig(PeftConfig):
         # Not fields, so not saved.
         self._labels_given = _are_names(self.id2label)
         self._problem_type_given = self.problem_type is not None
-        self._from_file = from_file
         self._trained = False  # since it was made or read
         self._as_given: dict[str, Any] | None = None
 
