@@ -48,8 +48,8 @@ def main(arguments: list[str] | None = None) -> int:
     plot = commands.choices["plot"]
     plot.add_argument("-o", "--output", type=Path, required=True, help="picture to write, such as out.png")
     kinds = (
-        "prompts by block, prompts over time, or idleness over time: how much lower the loss would be without a "
-        "block's prompts, on average (default: over time if recorded)"
+        "prompts by block, prompts over time, or idleness over time: the mean score of a block's prompts, above 0 if "
+        "the model can do without them (default: over time if recorded)"
     )
     plot.add_argument("--kind", choices=("auto", "blocks", "time", "idleness"), default="auto", help=kinds)
     options = parser.parse_args(arguments)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar, overload
 
@@ -265,9 +265,12 @@ class ProVPTConfig(PeftConfig):
         if not self._problem_type_given or (again and config.problem_type is not None):
             self.problem_type = config.problem_type
 
-    def remember_images(self, height: int, width: int) -> None:
-        """Keep the size of the images of a training step, for whoever loads the adapter without their processor."""
-        self._trained, self.image_size = True, [height, width]
+    def remember_training(self, image_size: Sequence[int] | None) -> None:
+        """Note a training step, and the height and width of its images if it had any, for whoever loads the adapter
+        without their processor."""
+        self._trained = True
+        if image_size is not None:
+            self.image_size = list(image_size)
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
         """Write `adapter_config.json` as PEFT does, and update the model card if the adapter's tensors are in the same

@@ -147,13 +147,16 @@ class ProVPTModel(BaseTuner):
 
         Raises:
             ValueError: If the model has no known blocks or contains another PEFT method, if the config does not fit
-                its blocks, if the adapter's name cannot be used, or if FSDP 2 is set up in a way that cannot work. The
-                model is then unchanged.
+                its blocks, if the adapter's name cannot be used, if FSDP 2 is set up in a way that cannot work, or
+                after `unload`. The model is then unchanged.
         """
         config = self.peft_config[adapter_name] = self.peft_config[adapter_name].for_a_model()
-        # So that the adapter is loaded from any folder.
-        config.base_model_name_or_path = absolute(config.base_model_name_or_path)
+        # So that the adapter is loaded from any folder. PEFT's `add_adapter` leaves the name to `save_pretrained`.
+        name = config.base_model_name_or_path or model.__dict__.get("name_or_path") or None
+        config.base_model_name_or_path = absolute(name)
         first = "bank" not in self._modules
+        if not first:
+            self._check_hooked()
         check_sharding()
         if first:
             check_unadapted(model)
@@ -194,6 +197,7 @@ class ProVPTModel(BaseTuner):
         self.bank = PromptBank(widths, init_bound(self.patch_size, max(widths)), reference=norms[0])
         self.bank.train(model.training)
         self.blocks = [PromptedBlock(*parts, self.bank, number) for number, parts in enumerate(found, start=1)]
+        self._hooked = True  # until `unload`
         self._records: dict[str, dict[str, Any] | None] = {}
         self._last_trained: str | None = None
         # An entry for each call of the model around the base model that is in progress. Copies of the tuner share it.
@@ -267,9 +271,16 @@ class ProVPTModel(BaseTuner):
     set_requires_grad = tuners_utils.set_requires_grad
 
     def _cast_adapter_dtype(self, adapter_name: str, autocast_adapter_dtype: bool = True) -> None:
-        # The Trainer loads checkpoints with PEFT's default; the value that the adapter was made with takes precedence.
-        autocast = self.bank.autocast.setdefault(adapter_name, autocast_adapter_dtype)
-        tuners_utils.cast_adapter_dtype(self, adapter_name, autocast)
+        """Make the prompts of a new adapter float32, whatever the backbone's precision, if `autocast_adapter_dtype`.
+
+        PEFT calls this after each load too, with its default. PEFT's own function would then change the precision of
+        an adapter that has another, and put a new parameter in its place: a trainable one that no optimizer knows.
+        """
+        if adapter_name not in self.bank.cast:
+            self.bank.cast.add(adapter_name)
+            prompts = self.bank.provpt_prompts[adapter_name]
+            if autocast_adapter_dtype and prompts.dtype.itemsize < torch.float32.itemsize:
+                prompts.data = prompts.data.float()
 
     def _enable_adapter_layers(self, enabled: bool = True) -> None:
         for module in self.modules():
@@ -290,12 +301,14 @@ class ProVPTModel(BaseTuner):
             yield
 
     def _remember_training(self, images: Any) -> None:
-        if self.bank.enabled_adapter is not None and isinstance(images, Tensor) and images.dim() == 4:
-            self._last_trained = self.bank.enabled_adapter
-            config = self.peft_config[self._last_trained]
-            config.remember_images(*images.shape[-2:])
-            if not torch.compiler.is_compiling():
-                config.remember_labels(self.model)
+        if self.bank.enabled_adapter is None:
+            return
+        self._last_trained = self.bank.enabled_adapter
+        config = self.peft_config[self._last_trained]
+        # Some models (SigLIP 2) take patches instead of images.
+        config.remember_training(images.shape[-2:] if isinstance(images, Tensor) and images.dim() == 4 else None)
+        if not torch.compiler.is_compiling():
+            config.remember_labels(self.model)
 
     @torch.compiler.disable  # names cannot be part of a compiled graph
     def _mix(self, names: Sequence[str], inputs: Sequence[Any]) -> AbstractContextManager[None]:
@@ -436,7 +449,7 @@ class ProVPTModel(BaseTuner):
                 "fits the backbone and config it was made with. Save it again."
             )
         config.training = tuner._records.pop(adapter_name, None) or config.training
-        return {key: bank.from_file(key, tensor) for key, tensor in remapped.items()}
+        return {key: bank.from_file(adapter_name, key, tensor) for key, tensor in remapped.items()}
 
     def unload(self) -> nn.Module:
         """Remove the prompts and return the base model. As in PEFT, modules in `modules_to_save` are the active
@@ -450,6 +463,16 @@ class ProVPTModel(BaseTuner):
         hooked: list[Any] = [*self.blocks, self.shallow, self.checkpointing, self._call_check]
         for part in hooked:
             part.remove()
+        self._hooked = False
+
+    def _check_hooked(self) -> None:
+        """Refuse to save and load adapters after `unload`: they would have no head, or no effect."""
+        if not self._hooked:
+            raise ValueError(
+                "Adapters must be saved and loaded while their prompts are in the model, but `unload` has removed "
+                "them. Save before it; to load an adapter, wrap the base model again, with `get_peft_model` or "
+                "`PeftModel.from_pretrained`."
+            )
 
     def _refuse_merging(self, *args: Any, **kwargs: Any) -> Any:
         raise ValueError(
@@ -475,4 +498,5 @@ def _tuner(model: nn.Module) -> ProVPTModel:
             f"PROVPT adapters must be saved and loaded with the model that `get_peft_model` returned for them, got a "
             f"{type(model).__name__} without one."
         )
+    found._check_hooked()
     return found

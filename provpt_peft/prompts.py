@@ -137,8 +137,8 @@ class PromptBank(nn.Module, BaseTunerLayer):
         self.provpt_prompts = nn.ParameterDict()
         self.provpt_prompt_blocks = BufferDict(persistent=True)
         self.dropout: dict[str, float] = {}
-        # Whether an adapter's prompts are float32 even if the backbone is in half precision.
-        self.autocast: dict[str, bool] = {}
+        # Names of the adapters whose prompts have the precision that they were asked to have.
+        self.cast: set[str] = set()
         # Names of the adapters whose prompts enter at the first block only, as tokens.
         self.shallow: set[str] = set()
         # A tuple hides the module from `nn.Module`, which would register it as a child of the bank.
@@ -174,7 +174,8 @@ class PromptBank(nn.Module, BaseTunerLayer):
         """Remove an adapter's prompts; the next adapter becomes active if this one was."""
         super().delete_adapter(adapter_name)
         self.shallow.discard(adapter_name)
-        for of_adapters in (self.dropout, self._rows, self._read, self.autocast):
+        self.cast.discard(adapter_name)
+        for of_adapters in (self.dropout, self._rows, self._read):
             of_adapters.pop(adapter_name, None)
         self._forget()
 
@@ -330,9 +331,12 @@ class PromptBank(nn.Module, BaseTunerLayer):
         buffer[prompt] = self.one_hot(torch.tensor(block)).to(buffer)
         self._index(adapter_name)
 
-    def from_file(self, key: str, tensor: Tensor) -> Tensor:
-        """Convert an adapter's tensor from a file to the model's format: block numbers become one-hot rows."""
-        numbers = tensor.dtype == torch.int64 and any(f"{container}." in key for container in self.other_param_names)
+    def from_file(self, adapter_name: str, key: str, tensor: Tensor) -> Tensor:
+        """Convert an adapter's tensor from a file to the model's format: block numbers become one-hot rows, and
+        prompts have the precision of the adapter, in whose place `low_cpu_mem_usage` puts the file's tensor."""
+        if ".provpt_prompts." in key:
+            return tensor.to(self.provpt_prompts[adapter_name].dtype)
+        numbers = tensor.dtype == torch.int64 and ".provpt_prompt_blocks." in key
         return self.one_hot(tensor) if numbers else tensor
 
     def check(self, adapter_name: str, tensors: Mapping[str, Tensor]) -> None:

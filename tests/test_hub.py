@@ -244,6 +244,14 @@ def test_a_local_base_model_from_another_folder(tmp_path, monkeypatch, base, nam
     pool.load("flowers", "adapter")
     monkeypatch.chdir(tmp_path / "other")
     assert load_image_classifier("../adapter").labels == NAMES
+    # PEFT sets the name of the base model of an added adapter only when it is saved.
+    monkeypatch.chdir(tmp_path)
+    model = tiny.prompted(transformers.AutoModelForImageClassification.from_pretrained(name))
+    model.add_adapter("second", ProVPTConfig(num_prompts=1, modules_to_save=["classifier"]))
+    model.save_pretrained("both")
+    for saved in ("both", "both/second"):
+        assert ProVPTConfig.from_pretrained(saved).base_model_name_or_path == str(base)
+    monkeypatch.chdir(tmp_path / "other")
     # In files of earlier versions the path is as it was given.
     change_config(tmp_path / "adapter", base_model_name_or_path=name)
     with pytest.raises((OSError, ValueError), match=rf"the base model must be .* got '{name}'.* as `base_model`"):
@@ -328,6 +336,20 @@ def test_each_adapter_has_the_names_that_it_was_trained_with(tmp_path):
     model.base_model.model.config.id2label = BIRDS
     model(pixel_values=tiny.images(2))
     # Whichever is active when they are saved.
+    model.set_adapter("default")
+    model.save_pretrained(tmp_path)
+    assert ProVPTConfig.from_pretrained(tmp_path).id2label == NAMES
+    assert ProVPTConfig.from_pretrained(tmp_path / "birds").id2label == BIRDS
+
+
+def test_patches_instead_of_images_are_training_too(tmp_path):
+    model = tiny.prompted(tiny.make("siglip2")).train()
+    model.base_model.model.config.id2label = NAMES
+    model(**tiny.inputs("siglip2"))
+    model.add_adapter("birds", ProVPTConfig(num_prompts=1, modules_to_save=["classifier"]))
+    model.set_adapter("birds")
+    model.base_model.model.config.id2label = BIRDS
+    model(**tiny.inputs("siglip2"))
     model.set_adapter("default")
     model.save_pretrained(tmp_path)
     assert ProVPTConfig.from_pretrained(tmp_path).id2label == NAMES

@@ -356,6 +356,26 @@ def test_unload_with_a_head_of_several_layers():
     assert model.unload().classifier is head
 
 
+def test_after_unload_nothing_is_saved_or_loaded(tmp_path):
+    """The file would lack the head, and what is loaded would have no effect."""
+    model = trained()
+    expected = logits(model)
+    model.save_pretrained(tmp_path / "adapter")
+    base = model.unload()
+    calls = (
+        lambda: model.load_adapter(tmp_path / "adapter", "again"),
+        lambda: model.load_adapter(tmp_path / "adapter", "default"),
+        lambda: model.add_adapter("again", ProVPTConfig(num_prompts=1)),
+        lambda: model.save_pretrained(tmp_path / "empty"),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match=r"`unload` has removed them.*`PeftModel\.from_pretrained`"):
+            call()
+    assert list(model.peft_config) == ["default"]
+    assert not (tmp_path / "empty" / "adapter_model.safetensors").exists()
+    assert torch.equal(logits(PeftModel.from_pretrained(base, tmp_path / "adapter")), expected)
+
+
 def test_merging_is_refused_with_the_reason():
     model = tiny.prompted(tiny.make("vit"))
     for method in (model.merge_and_unload, model.merge_adapter, model.unmerge_adapter):

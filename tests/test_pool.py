@@ -221,6 +221,32 @@ def test_an_adapter_without_a_head_has_the_base_model_s(folder):
     assert_same(pool.classify(images, ["plain", "cars"])[:1], alone(folder, images[:1], ["plain"]))
 
 
+def test_a_head_that_nobody_trained_is_refused(folder):
+    """As by `load_image_classifier`: with random weights, predictions would differ from run to run."""
+    from transformers import AutoModelForImageClassification
+
+    tiny.make("vit").vit.save_pretrained(folder / "bare")
+    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder / "bare")
+    pool = ClassifierPool(folder / "bare")
+    labels = dict(enumerate("abc"))
+    for modules, name in ((None, "headless"), (["classifier"], "whole")):
+        base = AutoModelForImageClassification.from_pretrained(folder / "bare", id2label=labels)
+        tiny.prompted(base, modules_to_save=modules).save_pretrained(folder / name)
+    for load in (load_image_classifier, lambda adapter: pool.load("task", adapter)):
+        with pytest.raises(ValueError, match=r"the base model must have a head, got no \['classifier\.bias', "):
+            load(folder / "headless")
+    pool.load("task", folder / "whole")
+    assert sorted(pool.labels("task")) == ["a", "b", "c"]
+
+
+def test_labels_that_do_not_fit_the_base_model_s_head_are_refused(folder):
+    save_task(folder, "vit", "five", list("abc"), modules_to_save=None, id2label=dict(enumerate("abcde")))
+    pool = ClassifierPool(folder / "vit")
+    with pytest.raises(ValueError, match=r"must fit the base model's head.*got 5 labels for 3 classes"):
+        pool.load("five", folder / "vit-five")
+    assert pool.tasks == []
+
+
 def test_threads_load_evict_and_classify(folder):
     for number in range(6):
         shutil.copytree(folder / "vit-birds", folder / f"vit-birds{number}")

@@ -5,11 +5,11 @@ import contextlib
 import pytest
 import tiny
 import torch
-from peft import get_peft_model
+from peft import PeftModel, get_peft_model
 from training import STEPS_AN_EPOCH, every_epoch, make_trainer, moving
 from transformers import Trainer, TrainerCallback
 
-from provpt_peft import ProVPTConfig, RelocationConfig, Relocator
+from provpt_peft import ProVPTConfig, RelocationConfig, Relocator, create_provpt_optimizer
 from provpt_peft.relocation.idleness import Idleness
 
 
@@ -198,6 +198,48 @@ def test_resuming_and_loading_keep_the_precision_that_an_adapter_was_made_with(t
         tmp_path / "whole" / f"checkpoint-{STEPS_AN_EPOCH}", "other", autocast_adapter_dtype=not autocast
     )
     assert resumed.model.base_model.prompts("other").dtype == (torch.bfloat16 if autocast else torch.float32)
+
+
+@pytest.mark.parametrize("low_cpu_mem_usage", [False, True])
+@pytest.mark.parametrize("autocast", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("saved", [torch.bfloat16, torch.float32])
+def test_what_is_loaded_frozen_stays_frozen_in_any_precision(tmp_path, saved, dtype, autocast, low_cpu_mem_usage):
+    tiny.prompted(tiny.make("vit")).to(saved).save_pretrained(tmp_path)
+    how = dict(autocast_adapter_dtype=autocast, low_cpu_mem_usage=low_cpu_mem_usage)
+    model = PeftModel.from_pretrained(tiny.make("vit").to(dtype), tmp_path, **how)
+    assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == []
+    model.load_adapter(tmp_path, "second", **how)
+    assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == []
+    model.load_adapter(tmp_path, "third", is_trainable=True, **how)
+    trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert [name for name in trainable if "provpt_" in name] == ["base_model.bank.provpt_prompts.third"]
+    for name in ("default", "second", "third"):
+        assert model.base_model.prompts(name).dtype == (torch.float32 if autocast else dtype)
+    # Only the active adapter's prompts are trained, at the rate of their number.
+    model = tiny.prompted(tiny.make("vit").to(dtype))
+    model.add_adapter("other", ProVPTConfig(num_prompts=100))
+    assert not model.base_model.prompts("other").requires_grad
+
+
+def test_loading_into_an_adapter_keeps_its_parameter_and_precision(tmp_path):
+    """An optimizer that was made before trains what was loaded, as when a run is resumed."""
+
+    def run(folder, **resume):
+        model = prompted(dtype=torch.bfloat16, prompts_too=True)
+        optimizer = create_provpt_optimizer(model, torch.optim.AdamW)
+        trainer, _ = make_trainer(folder, callback=False, model=model, num_train_epochs=2, save_strategy="epoch")
+        trainer.optimizer = optimizer
+        prompts = model.base_model.prompts()
+        trainer.train(**resume)
+        assert model.base_model.prompts() is prompts
+        assert prompts.dtype == torch.bfloat16
+        return prompts
+
+    whole = run(tmp_path / "whole")
+    checkpoint = tmp_path / "whole" / f"checkpoint-{STEPS_AN_EPOCH}"
+    assert not torch.equal(PeftModel.from_pretrained(tiny.make("vit"), checkpoint).base_model.prompts(), whole.float())
+    assert torch.equal(run(tmp_path / "resumed", resume_from_checkpoint=str(checkpoint)), whole)
 
 
 def test_scores_of_a_small_loss_do_not_vanish_in_float16():

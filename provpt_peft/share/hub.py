@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -243,7 +244,13 @@ def _check_head(
                 f"{in_model[0]} classes by the labels and {in_file[0]} in {name!r} (shapes {tuple(in_model)} and "
                 f"{tuple(in_file)}). Save the adapter again with its head in `modules_to_save`."
             )
-    untrained = sorted(key for key in set(loading_info["missing_keys"]) - saved.keys() if is_head(key))
+    check_trained(folder, saved, loading_info["missing_keys"])
+
+
+def check_trained(folder: Path, saved: Collection[str], missing: Iterable[str]) -> None:
+    """Check that what the base model lacks of its head (`missing`) is among the adapter's tensors (`saved`): names in
+    the base model."""
+    untrained = sorted(key for key in set(missing).difference(saved) if is_head(key))
     if untrained:
         raise ValueError(
             f"{folder}: the adapter or the base model must have a head, got no {untrained} in either. "

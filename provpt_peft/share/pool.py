@@ -20,7 +20,7 @@ from ..config import ProVPTConfig, absolute
 from ..model import ProVPTModel
 from ..prompts import PromptBank, check_prompts, read_blocks
 from .files import BANK, PROMPT_BLOCKS, PROMPTS, is_head, read_adapter
-from .hub import chosen, image_processor_of, local_folder
+from .hub import check_trained, chosen, image_processor_of, local_folder
 
 
 _HEADS = "base_model.model."
@@ -98,7 +98,10 @@ class ClassifierPool:
         self.base_model = absolute(str(base_model))
         self.capacity = capacity
         self._find = find
-        model = AutoModelForImageClassification.from_pretrained(self.base_model, **from_pretrained_kwargs)
+        model, loading_info = AutoModelForImageClassification.from_pretrained(
+            self.base_model, **from_pretrained_kwargs | {"output_loading_info": True}
+        )
+        self._missing = loading_info["missing_keys"]
         # The tuner needs an adapter; no image ever uses this one.
         self._bank: PromptBank = ProVPTModel(model, {"none": ProVPTConfig(num_prompts=1)}, "none").bank
         self._model = model.requires_grad_(False).eval().to(device)
@@ -136,8 +139,9 @@ class ClassifierPool:
             same_base: Whether its base model is this pool's under another name.
 
         Raises:
-            ValueError: If the adapter's files are broken, or not for this backbone, or without a linear head, or if
-                its folder has no image processor and the base model's makes images of another size.
+            ValueError: If the adapter's files are broken, or not for this backbone, or if its head is not linear, if
+                neither it nor the base model has a head, if its labels do not fit the head, or if its folder has no
+                image processor and the base model's makes images of another size.
         """
         folder = local_folder(adapter, self._download)
         config, tensors, _ = read_adapter(folder)
@@ -156,6 +160,13 @@ class ClassifierPool:
         heads = {key.removeprefix(_HEADS): tensor for key, tensor in tensors.items() if not key.startswith(BANK)}
         where = f"{folder / SAFETENSORS_WEIGHTS_NAME}: "
         classes = self._check(where, config, tensors, heads)
+        check_trained(folder, heads, self._missing)
+        if config.id2label is not None and len(config.id2label) != classes:
+            raise ValueError(
+                f"{folder}: the labels of an adapter without a head must fit the base model's head, got "
+                f"{len(config.id2label)} labels for {classes} classes. Save the adapter again with its head in "
+                "`modules_to_save`."
+            )
         names = config.id2label or ({} if heads else self._model.config.id2label)
         labels = [names.get(number, f"LABEL_{number}") for number in range(classes)]
         if len(set(labels)) < classes:
