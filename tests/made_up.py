@@ -28,7 +28,7 @@ def relocator_of(model, optimizer=None, **settings):
     made_up = MadeUp()
     config = RelocationConfig(**dict(check_moves=False, settle=0.0) | settings | dict(idleness=made_up))
     relocator = Relocator(model, config, optimizer, score_batches=[{}])
-    assert relocator.relocate() == []
+    assert relocator.relocate(progress=0) == []
     return made_up, relocator
 
 

@@ -435,6 +435,30 @@ def test_relocations_are_logged_through_the_trainer(tmp_path):
     assert kept == [{**logs, "step": step} for step, logs in reported]
 
 
+@pytest.mark.parametrize("settings", [{}, dict(max_steps=14)])
+def test_logs_of_the_trainer_stay_what_they_are(tmp_path, settings):
+    def losses(**callback):
+        trainer, _ = trained(tmp_path, logging_strategy="epoch", num_train_epochs=3, **settings, **callback)
+        return [log["step"] for log in trainer.state.log_history if "loss" in log]
+
+    assert losses(config=every_epoch()) == losses(callback=False) == [6, 12, settings.get("max_steps", 18)]
+
+
+def test_a_run_that_stops_early_does_not_begin_another_report(tmp_path):
+    trainer, callback = make_trainer(tmp_path, every_epoch(), report_to="tensorboard", callbacks=[StopAt(14)])
+    trainer.train()
+    (_,) = tmp_path.rglob("events.out.tfevents*")
+    # The reward is learned and kept all the same.
+    assert trainer.state.log_history[-1]["relocation/reward"] == callback.history[-1].reward
+    assert trainer.state.log_history[-1]["step"] == 14
+
+
+def test_a_training_without_steps(tmp_path):
+    trainer, callback = make_trainer(tmp_path, every_epoch(relocate_every=2), num_train_epochs=0)
+    trainer.train()
+    assert callback.history == []
+
+
 def test_tensorboard_gets_them(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -101,9 +101,9 @@ class Session:
         measures = not self.relocator._tried or self.relocator.epoch >= self.relocation.warmup_epochs
         if measures and self.relocation.idleness != "exact" and not any(self.tuner.prompt_distribution(self.watched)):
             with pytest.raises(ValueError, match="Scores need a loss that depends on the prompts"):
-                self.relocator.relocate()
+                self.relocator.relocate(progress=0)
             return None
-        return self.relocator.relocate()
+        return self.relocator.relocate(progress=0)
 
     def _adapters(self):
         return list(self.tuner.bank.provpt_prompts)

@@ -75,7 +75,7 @@ def test_relocator_without_images_that_it_can_read_again(given):
 def test_relocator_whose_images_are_none():
     relocator = Relocator(tiny.prompted(tiny.make("vit")), score_batches=[])
     with pytest.raises(ValueError, match="on the score batches, but there are none"):
-        relocator.relocate()
+        relocator.relocate(progress=0)
 
 
 @pytest.mark.parametrize("classes", [2, 5])

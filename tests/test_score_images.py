@@ -13,7 +13,7 @@ import tiny
 import torch
 import transformers
 from training import Images, every_epoch, make_trainer, moving
-from transformers import Trainer, TrainerCallback
+from transformers import BatchFeature, Trainer, TrainerCallback
 
 from provpt_peft import RelocationConfig, RelocationTrainerCallback, Relocator
 from provpt_peft.relocation import first_batches
@@ -109,6 +109,18 @@ def test_options_in_a_batch_do_not_keep_it_whole(collate, images):
     (batch,) = first_batches(torch.utils.data.DataLoader(Images(8), batch_size=8, collate_fn=collate), 3)
     assert {len(batch[name]) for name in ("pixel_values", "labels")} == {images}
     assert batch["interpolate_pos_encoding"] is True
+
+
+def test_the_last_batch_keeps_its_type():
+    """As what an image processor makes, whose tensors are attributes too."""
+
+    def collate(items):
+        return BatchFeature(dict(torch.utils.data.default_collate(items)))
+
+    loader = torch.utils.data.DataLoader(Images(8), batch_size=4, collate_fn=collate)
+    whole, cut = first_batches(loader, 6)
+    assert type(whole) is type(cut) is BatchFeature
+    assert (len(whole.pixel_values), len(cut.pixel_values), len(cut.labels)) == (4, 2, 2)
 
 
 class Augmented(Images):
@@ -576,6 +588,9 @@ def test_memory_that_is_short_is_left_to_the_trainer(tmp_path):
         (dict(num_train_epochs=1), dict(relocate_every=2), False),
         (dict(num_train_epochs=1), dict(relocate_every=3), True),
         (dict(max_steps=12), {}, True),
+        (dict(max_steps=7), dict(settle=0.3), True),
+        (dict(max_steps=9), dict(settle=0.3), False),
+        (dict(max_steps=5, gradient_accumulation_steps=2), dict(settle=0.5), True),
         (dict(num_train_epochs=8), dict(warmup_epochs=4), True),
     ],
 )

@@ -121,4 +121,5 @@ def _cut(batch: Any, num_images: int) -> Any:
     lengths = {len(value) if isinstance(value, torch.Tensor) and value.dim() else None for value in tensors.values()}
     if None in lengths or len(lengths) > 1:
         return batch
-    return {name: value[:num_images] if name in tensors else value for name, value in batch.items()}
+    first = {name: value[:num_images] if name in tensors else value for name, value in batch.items()}
+    return type(batch)(first)  # type: ignore[call-arg]  # an image processor's `BatchFeature`, for one

@@ -1,13 +1,18 @@
-"""Checks on a model and its optimizer before prompts are relocated."""
+"""Checks on a model and its optimizer before prompts are relocated, and on what scores and policies return."""
 
 from __future__ import annotations
+
+import operator
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..model import ProVPTModel
 from .config import RelocationConfig
+from .idleness import Idleness
 from .parallel import refuse_wrapper
+from .policies import Action
 
 
 def tuner_of(model: nn.Module) -> ProVPTModel:
@@ -59,3 +64,45 @@ def check_reserve(tuner: ProVPTModel, adapter_name: str, config: RelocationConfi
             '`adjust="add"` adds prompts from a reserve to blocks, but the adapter has no reserve. Create it with '
             "`ProVPTConfig(num_prompts=…, reserve=…)`."
         )
+
+
+def check_idleness(idleness: Any, num_prompts: int) -> Idleness:
+    """What a score returned, for N prompts."""
+    parts = [idleness.score, idleness.stderr] if isinstance(idleness, Idleness) else [idleness]
+    if not isinstance(idleness, Idleness) or any(
+        not isinstance(part, torch.Tensor) or part.shape != (num_prompts,) for part in parts
+    ):
+        got = " and ".join(
+            f"a tensor of shape {tuple(part.shape)}" if isinstance(part, torch.Tensor) else f"a {type(part).__name__}"
+            for part in parts
+        )
+        raise ValueError(
+            f"A score (`idleness`) must return an `Idleness` whose `score` and `stderr` are tensors of shape "
+            f"({num_prompts},), a number for each prompt, got {got}. `Idleness.mean_of` makes one from scores of each "
+            "image and prompt."
+        )
+    return idleness
+
+
+def check_action(action: Any, num_blocks: int) -> Action:
+    """What a policy chose, with its block as Python's own int, which records can be saved with."""
+    block: Any = action.block if isinstance(action, Action) else None
+    number = operator.index(block) if hasattr(block, "__index__") else 0
+    if not 1 <= number <= num_blocks:
+        got = f"block {block!r}" if isinstance(action, Action) else f"a {type(action).__name__}"
+        raise ValueError(
+            f"A policy's `choose` must return an `Action` with a block from 1 to {num_blocks}, got {got}. Blocks are "
+            "counted from 1."
+        )
+    action.block = number
+    return action
+
+
+def check_diagnostics(learned: Any) -> dict[str, float]:
+    """What a policy's `learn` returned: numbers to log. None counts as none."""
+    try:
+        return {name: float(value) for name, value in ({} if learned is None else learned).items()}
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"A policy's `learn` must return a dict of numbers to log, or an empty one, got {learned!r}: {error}"
+        ) from error

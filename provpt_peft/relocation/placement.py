@@ -16,6 +16,8 @@ from .parallel import full_tensor, is_sharded, write_row
 # (iterates, step sizes, quantised codes) a 0 or a mean has another meaning.
 _FIRST_MOMENTS = frozenset(("exp_avg", "momentum_buffer", "grad_avg"))
 _SECOND_MOMENTS = frozenset(("exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "sum"))
+# The iterate of schedule-free optimizers, which would draw a prompt back to its old vector.
+_WEIGHTS = frozenset("z")
 
 
 @torch.no_grad()
@@ -37,7 +39,8 @@ def place(
 
     The optimizer's moments of the row belong to the old block. First moments become 0. Second moments become the mean
     of those in the new block, or of all prompts in blocks if the new block is empty. If they were 0 as well, Adam
-    would step up to 6.5 times too far, since its bias correction has one step count for all rows.
+    would step up to 6.5 times too far, since its bias correction has one step count for all rows. A copy of the
+    weights, as schedule-free optimizers keep, gets the prompt's new vector.
 
     Args:
         tuner, adapter_name: The tuner, and the adapter.
@@ -74,6 +77,7 @@ def place(
         bound = tuner.bank.bound
         drawn = torch.empty(prompts.shape[1]).uniform_(-bound, bound, generator=generator)
         replace(prompts, drawn.to(prompts))
+    new_vector = bool(replaced)
     for name, moment in (optimizer.state.get(prompts, {}) if optimizer is not None else {}).items():
         # Quantised moments are tensors of other classes, which cannot be indexed.
         if not (type(moment) is torch.Tensor or is_sharded(moment)) or moment.shape != prompts.shape:
@@ -82,6 +86,8 @@ def place(
             replace(moment, torch.zeros_like(full_tensor(moment)[prompt]))
         elif name in _SECOND_MOMENTS and len(peers):
             replace(moment, _mean(moment, peers))
+        elif name in _WEIGHTS and new_vector:
+            replace(moment, full_tensor(prompts)[prompt].to(moment.dtype))
     return undo
 
 

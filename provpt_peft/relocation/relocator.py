@@ -16,7 +16,7 @@ from torch import nn
 from ..evaluation import fixed_randomness
 from ..records import Relocation, Run, run_of
 from .ablations import ADJUSTMENTS, Moves, NaiveRL
-from .checks import check_reserve, check_trained, tuner_of
+from .checks import check_action, check_diagnostics, check_idleness, check_reserve, check_trained, tuner_of
 from .config import RelocationConfig
 from .idleness import Idleness
 from .measure import SCORES, ComputeLoss, Measurement
@@ -122,20 +122,33 @@ class Relocator:
         # Within a relocation: the scores, NaN for prompts that have moved to another block.
         self._scores = torch.empty(0)
 
-    def relocate(self, progress: float = 0.0) -> list[Relocation]:
+    def relocate(self, progress: float | None = None) -> list[Relocation]:
         """Reward the last moves, prune the most idle prompts and allocate them.
 
         Call it before each epoch, including the first. The first `warmup_epochs` calls move nothing.
 
         Args:
-            progress: The share of training that is done, 0 … 1. Only `settle` uses it.
+            progress: The share of training that is done, 0 … 1. Only `settle` uses it, so without it there is no need.
 
         Returns:
             The records of the moves, those that were undone too; empty if there was nothing to move. `history` keeps
             them, and a record with a `note` for each relocation that found nothing to move.
+
+        Raises:
+            ValueError: If the progress is missing or not in 0 … 1, or if a score or a policy of your own returns
+                something else than it must.
         """
+        done = 0.0 if progress is None and self.config.settle == 0 else progress
+        if done is None or not 0.0 <= done <= 1.0:
+            raise ValueError(
+                f"`progress` must be the share of training that is done, 0 … 1, got {progress}: nothing moves in the "
+                f"last part of training (`settle={self.config.settle}`). Call `relocate(progress=epoch / epochs)`."
+            )
         self.try_out()
-        move = self.epoch - self.first_epoch >= self.config.warmup_epochs and progress < 1.0 - self.config.settle
+        # Schedule-free optimizers have other weights in the model while it is evaluated.
+        if callable(train := getattr(self.optimizer, "train", None)):
+            train()
+        move = self.epoch - self.first_epoch >= self.config.warmup_epochs and done < 1.0 - self.config.settle
         moves = self._turn(move)
         self.epoch += 1
         self._remember()
@@ -147,14 +160,15 @@ class Relocator:
         self._remember()
 
     def try_out(self) -> None:
-        """Measure one score batch, once, so that errors show up before the first training step. `relocate` does
-        this too."""
+        """Measure one score batch, once, so that errors show up before the first training step, as do states that
+        could not be saved. `relocate` does this too."""
         if not self._tried:
             with fixed_randomness(self.tuner.prompts(self.adapter_name).device):
                 first = list(islice(self.score_batches, 1))
             self.measure(first)
             if self.config.check_moves:
                 self._measurement(first).mean_loss()
+            self.state_dict()
             self._tried = True
 
     def measure(self, batches: Iterable[Any] | None = None) -> tuple[Idleness, float]:
@@ -175,7 +189,7 @@ class Relocator:
             )
         measurement = self._measurement(batches)
         score = SCORES[self.config.idleness] if isinstance(self.config.idleness, str) else self.config.idleness
-        idleness = score(measurement)
+        idleness = check_idleness(score(measurement), len(self.blocks()))
         return idleness, measurement.loss if measurement.loss is not None else measurement.mean_loss()
 
     def _measurement(self, batches: Iterable[Any] | None = None) -> Measurement:
@@ -215,7 +229,7 @@ class Relocator:
             assert relocation.loss_before is not None
             relocation.loss_after = loss
             relocation.reward = relocation.loss_before - loss - (relocation.idleness or 0.0)
-            relocation.policy = self.policy.learn(action, relocation.reward)
+            relocation.policy = check_diagnostics(self.policy.learn(action, relocation.reward))
             rewards.append(relocation.reward)
             self.metrics |= relocation.policy
         self._pending = []
@@ -300,7 +314,7 @@ class Relocator:
         None the policy also chooses the source block."""
         action = self.policy.choose(PolicyState(self._scores, self.blocks(), self.tuner.num_blocks, prompt))
         # Networks round differently on another kind of processor.
-        return broadcast_objects([action])[0]
+        return check_action(broadcast_objects([action])[0], self.tuner.num_blocks)
 
     def blocks(self) -> torch.Tensor:
         """d_k: the block of each prompt, int64 (N,) on the CPU."""
@@ -326,12 +340,14 @@ class Relocator:
             "epoch": self.epoch,
             "first_epoch": self.first_epoch,
             "policy": type(self.policy).__name__,
+            "relocate_every": self.config.relocate_every,
             "history": [asdict(relocation) for relocation in self.history],
             "tensors": to_json(tensors),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` gave; `ValueError` if the numbers of prompts or blocks or the policy differ."""
+        """Restore what `state_dict` gave; `ValueError` if the numbers of prompts or blocks, the policy or
+        `relocate_every` differ."""
         saved = state["num_prompts"], state["num_blocks"]
         present = len(self.blocks()), self.tuner.num_blocks
         if saved != present:
@@ -344,6 +360,12 @@ class Relocator:
             raise ValueError(
                 f"The relocator's state must be for the same policy, {type(self.policy).__name__}, got one for "
                 f"{state['policy']}. Resume with the settings that the run began with."
+            )
+        # Epochs and steps are not counted together.
+        if (every := state.get("relocate_every", self.config.relocate_every)) != self.config.relocate_every:
+            raise ValueError(
+                f"The relocator's state must be for the same `relocate_every`, {self.config.relocate_every!r}, got "
+                f"one for {every!r}. Resume with the settings that the run began with."
             )
         self.epoch, self.first_epoch = state["epoch"], state["first_epoch"]
         self.history = [Relocation(**record) for record in state["history"]]

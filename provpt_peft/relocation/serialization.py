@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import base64
 import io
+import pickle
 from typing import Any
 
 import torch
 
 
 def to_json(state: dict[str, Any]) -> str:
-    """Nested dicts, lists, plain values and tensors as text that JSON can hold."""
+    """Nested dicts, lists, plain values and tensors as text that JSON can hold; `ValueError` if there is anything
+    else, such as NumPy's numbers, which `from_json` could not read."""
     torch.save(state, file := io.BytesIO())
-    return base64.b64encode(file.getvalue()).decode("ascii")
+    encoded = base64.b64encode(file.getvalue()).decode("ascii")
+    try:
+        from_json(encoded)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            "A policy's `state_dict`, and the `memory` of its actions, must hold tensors and plain Python values "
+            f"only, got something else: {str(error).splitlines()[0]}"
+        ) from error
+    return encoded
 
 
 def from_json(encoded: str) -> dict[str, Any]:

@@ -82,7 +82,7 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
         self.relocator = Relocator(kwargs["model"], self.config, kwargs["optimizer"], batches, compute_loss)
         with _before_training(self.config, "scored by the Trainer's `compute_loss` in eval mode"):
             self.relocator.try_out()
-        _warn_of_nothing(self.config, state)
+        _warn_of_nothing(self.config, args, state, kwargs["train_dataloader"])
         _warn_of_inputs(trainer)
         _warn_of_one_rate(kwargs["optimizer"], self.relocator.tuner.prompts(self.relocator.adapter_name))
         _warn_of_the_last_model(args, self.relocator.adapter_name)
@@ -127,7 +127,8 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
         # A run that stops inside an epoch comes here too, and resumes inside it.
         self._inside_epoch = control.should_training_stop
         if state.global_step >= state.max_steps:
-            self._finish(args, state, control)
+            self._running.finish()
+            self._log(args, state, control)
 
     def on_evaluate(self, args: Any, state: TrainerState, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         # For the model card: numbers only, without lists per class and without this machine's timings.
@@ -143,7 +144,8 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         # For training that stopped before its last step. Once the best model is loaded, it is too late to measure.
         if not args.load_best_model_at_end:
-            self._finish(args, state, control)
+            self._running.finish()
+            self._log(args, state, control, report=False)
         # The best model is an earlier one, so its record has no later relocations. transformers finds the best
         # checkpoint of the adapter `default` only. A checkpoint of a model around ours has no config.
         best = state.best_model_checkpoint if args.load_best_model_at_end else None
@@ -177,18 +179,19 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
         self._running.relocate(progress=state.global_step / state.max_steps)
         self._log(args, state, control)
 
-    def _finish(self, args: Any, state: TrainerState, control: Any) -> None:
-        self._running.finish()
-        self._log(args, state, control)
-
-    def _log(self, args: Any, state: TrainerState, control: Any) -> None:
-        """Do what `Trainer.log` does, without the keys that it would add."""
+    def _log(self, args: Any, state: TrainerState, control: Any, report: bool = True) -> None:
+        """Do what `Trainer.log` does, without the keys that it would add. Reporters that have ended their run, as at
+        the end of training, would begin another: then there is no `report`."""
         if not self._running.metrics or self._trainer is None:
             return
         logs = {f"relocation/{name}": value for name, value in self._running.metrics.items()} | {"epoch": state.epoch}
         state.log_history.append({**logs, "step": state.global_step})
+        if not report:
+            return
         handler = self._trainer.callback_handler
+        should_log = control.should_log
         handler.on_log(args, state, control, logs)
+        control.should_log = should_log  # which `on_log` takes for done
         if state.is_world_process_zero:
             counts = self._running.tuner.prompt_distribution(self._running.adapter_name)
             report_distribution(handler.callbacks, counts, state.global_step)
@@ -284,7 +287,7 @@ def _warn_of_inputs(trainer: Trainer) -> None:
         )
 
 
-def _warn_of_nothing(config: RelocationConfig, state: TrainerState) -> None:
+def _warn_of_nothing(config: RelocationConfig, args: TrainingArguments, state: TrainerState, loader: Any) -> None:
     """Warn if no prompt can move before the end."""
     every = config.relocate_every
     if every == "epoch" and state.num_train_epochs >= sys.maxsize:  # data of unknown length
@@ -293,7 +296,8 @@ def _warn_of_nothing(config: RelocationConfig, state: TrainerState) -> None:
             "of steps."
         )
         return
-    period = 1 / max(state.num_train_epochs, 1) if every == "epoch" else int(every) / state.max_steps
+    steps = math.ceil(len(loader) / args.gradient_accumulation_steps) if every == "epoch" else int(every)
+    period = steps / max(state.max_steps, 1)
     if config.warmup_epochs * period >= 1.0 - config.settle:
         logger.warning(
             "No prompt will move: the first relocation comes after %.0f %% of the training, and nothing moves in its "

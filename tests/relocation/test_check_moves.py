@@ -20,7 +20,7 @@ def relocator_with(loss_of, model, optimizer=None, block=4, **settings):
         return torch.tensor(loss_of(model.base_model.prompt_distribution()), device="cpu")
 
     relocator = Relocator(model, config, optimizer, score_batches=[{}], compute_loss=compute_loss)
-    assert relocator.relocate() == []
+    assert relocator.relocate(progress=0) == []
     return made_up, relocator
 
 
@@ -34,7 +34,7 @@ def test_a_move_that_raises_the_loss_leaves_no_trace(after, optimizer_class):
     before = [tensor.detach().clone() for tensor in (tuner.prompts(), tuner.prompt_blocks(), *state.values())]
     made_up, relocator = relocator_with(lambda counts: after if counts[3] > 3 else 1.0, model, optimizer)
     made_up.set(scores_with(0.5, prompt=0), loss=1.0)
-    (record,) = relocator.relocate()
+    (record,) = relocator.relocate(progress=0)
     assert (record.prompt, record.from_block, record.block) == (0, 1, 1)
     assert "undone" in record.note
     assert relocator.metrics["moves"] == 0
@@ -50,7 +50,7 @@ def test_a_move_that_does_not_stays_and_is_rewarded(after):
     model, _ = prompted()
     made_up, relocator = relocator_with(lambda counts: after, model)
     made_up.set(scores_with(0.5, prompt=0), loss=1.0)
-    (record,) = relocator.relocate()
+    (record,) = relocator.relocate(progress=0)
     assert (record.block, record.note) == (4, None)
     assert model.base_model.prompt_distribution() == [2, 3, 3, 4]
     made_up.set([0.0] * 12, loss=0.25)
@@ -63,7 +63,7 @@ def test_each_move_is_compared_with_the_loss_after_the_one_before():
     losses = {3: 1.0, 4: 0.8, 5: 0.9}
     made_up, relocator = relocator_with(lambda counts: losses[counts[3]], model, prompts_per_relocation=3)
     made_up.set([3.0, 2.0, 1.0] + [-1.0] * 9, loss=1.0)
-    assert [record.block for record in relocator.relocate()] == [4, 1, 1]
+    assert [record.block for record in relocator.relocate(progress=0)] == [4, 1, 1]
     assert model.base_model.prompt_distribution() == [2, 3, 3, 4]
 
 
@@ -80,7 +80,7 @@ def test_what_is_not_checked(settings, reserve, expected):
     model = tiny.prompted(tiny.make("vit"), num_prompts=[3, 3, 3, 3], reserve=reserve)
     made_up, relocator = relocator_with(lambda counts: 9.0, model, **settings)
     made_up.set(scores_with(0.5, prompt=0, count=12 + reserve), loss=1.0)
-    relocator.relocate()
+    relocator.relocate(progress=0)
     assert model.base_model.prompt_distribution() == expected
 
 
@@ -93,7 +93,7 @@ def test_the_loss_is_computed_with_the_caller_s_default_device(loss, distributio
     made_up.set(scores_with(0.5, prompt=0))
     seen.clear()
     with torch.device("meta"):
-        relocator.relocate()
+        relocator.relocate(progress=0)
     assert seen == ["meta"]
     assert model.base_model.prompt_distribution() == distribution
 
@@ -108,7 +108,7 @@ def test_the_last_prompt_of_a_block_stays():
     made_up, relocator = relocator_with(lambda counts: 1.0, model, prompts_per_relocation=3)
     # Those of the first block and then, when the other of its block has gone, of the second.
     made_up.set([9.0, 8.0, 7.0, 6.0, -1.0, -1.0, 5.0], loss=1.0)
-    assert [(record.prompt, record.block) for record in relocator.relocate()] == [(1, 4), (3, 4), (6, 4)]
+    assert [(record.prompt, record.block) for record in relocator.relocate(progress=0)] == [(1, 4), (3, 4), (6, 4)]
     assert model.base_model.prompt_distribution() == [1, 1, 2, 3]
 
 
@@ -116,7 +116,7 @@ def test_nothing_moves_where_each_block_has_one(caplog):
     model = tiny.prompted(tiny.make("vit"), num_prompts=1)
     made_up, relocator = relocator_with(lambda counts: 0.0, model)
     made_up.set([1.0] * 4, loss=1.0)
-    assert relocator.relocate() == []
+    assert relocator.relocate(progress=0) == []
     assert [(record.prompt, record.note) for record in relocator.history] == [(None, "There was no prompt to move.")]
     assert [record.getMessage()[:20] for record in caplog.records] == ["No prompt will move:"]
 
@@ -133,7 +133,7 @@ def test_a_move_that_cannot_be_checked_is_undone():
     made_up, relocator = relocator_with(loss_of, model)
     made_up.set(scores_with(0.5, prompt=0), loss=1.0)
     with pytest.raises(MemoryError):
-        relocator.relocate()
+        relocator.relocate(progress=0)
     assert model.base_model.prompt_distribution() == [3, 3, 3, 3]
 
 
@@ -157,8 +157,8 @@ def test_the_default_moves_a_prompt_that_changes_nothing():
     batch = {"pixel_values": tiny.images(4), "labels": tiny.labels(4)}
     model, _ = prompted()
     relocator = Relocator(model, RelocationConfig(), score_batches=[batch], compute_loss=second_last)
-    assert relocator.relocate() == []
-    (record,) = relocator.relocate()
+    assert relocator.relocate(progress=0) == []
+    (record,) = relocator.relocate(progress=0)
     assert record.prompt == 9
     assert record.from_block == 4
     # Its activity is 0, so the score is a twentieth of the mean one, of which the others' scores are that less theirs.

@@ -1,11 +1,13 @@
 """What a moved prompt starts from: its vector and the optimizer's moments."""
 
 import pytest
+import schedulefree
 import tiny
 import torch
 from made_up import Chooses, relocator_of, scores_with
-from test_relocator import prompted, train_epoch
+from test_relocator import batches, mostly_idle, prompted, train_epoch
 
+from provpt_peft import RelocationConfig, Relocator
 from provpt_peft.relocation.placement import place
 
 
@@ -109,10 +111,72 @@ def test_optimizer_states_that_are_no_moments_are_left_alone():
     model, optimizer = prompted()
     train_epoch(model, optimizer)
     prompts = model.base_model.prompts()
-    optimizer.state[prompts]["z"] = torch.ones_like(prompts)
+    optimizer.state[prompts]["codes"] = torch.ones_like(prompts)
     move(model, optimizer, block=4)
-    assert optimizer.state[prompts]["z"].all()
+    assert optimizer.state[prompts]["codes"].all()
     assert not optimizer.state[prompts]["exp_avg"][0].any()
+
+
+def way_back(make_optimizer, steps=40):
+    """How far a prompt that has moved goes back to its old vector in training, as a share of the way."""
+    model, _ = prompted()
+    optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    if isinstance(optimizer, schedulefree.AdamWScheduleFree):
+        optimizer.train()
+    prompts = model.base_model.prompts()
+    train_epoch(model, optimizer, steps=steps)
+    old = prompts[0].detach().clone()
+    undo = place(model.base_model, "default", 0, 4, optimizer)
+    undo()
+    assert torch.equal(prompts[0], old)
+    place(model.base_model, "default", 0, 4, optimizer)
+    start = prompts[0].detach().clone()
+    train_epoch(model, optimizer, steps=steps)
+    way = old - start
+    return ((prompts[0].detach() - start) @ way / (way @ way)).item()
+
+
+def test_a_moved_prompt_does_not_go_back_with_a_schedule_free_optimizer():
+    """These keep a second copy of the weights, to which the first is drawn, by more than half of the way here."""
+    assert abs(way_back(schedulefree.AdamWScheduleFree) - way_back(torch.optim.AdamW)) < 0.1
+
+
+@pytest.mark.parametrize("distribution", [[3, 3, 3, 3], [6, 5, 1, 0]])
+def test_the_copy_of_the_weights_has_a_moved_prompt_s_new_vector_if_it_got_one(distribution):
+    model, _ = prompted(num_prompts=distribution)
+    optimizer = schedulefree.AdamWScheduleFree([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    optimizer.train()
+    train_epoch(model, optimizer)
+    prompts = model.base_model.prompts()
+    copy = optimizer.state[prompts]["z"]
+    rows, before = prompts.detach().clone(), copy.clone()
+    undo = place(model.base_model, "default", 0, 4, optimizer)
+    assert torch.equal(copy[0], rows[9:].mean(dim=0) if distribution[3] else before[0])
+    assert torch.equal(copy[1:], before[1:])
+    undo()
+    assert torch.equal(copy, before)
+
+
+def test_what_evaluation_does_to_the_weights_does_not_change_the_moves():
+    """Schedule-free optimizers put other weights into the model while it is evaluated."""
+
+    def run(evaluate):
+        model, _ = prompted()
+        optimizer = schedulefree.AdamWScheduleFree([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        config = RelocationConfig(idleness=mostly_idle, check_moves=False, settle=0.0)
+        relocator = Relocator(model, config, optimizer, score_batches=batches(1))
+        for _ in range(4):
+            relocator.relocate()
+            optimizer.train()
+            train_epoch(model, optimizer)
+            if evaluate:
+                optimizer.eval()
+        relocator.relocate()
+        return [vars(record) for record in relocator.history], model.base_model.prompts().detach()
+
+    (plain, weights), (evaluated, same) = run(False), run(True)
+    assert [(r["prompt"], r["block"]) for r in evaluated] == [(r["prompt"], r["block"]) for r in plain]
+    torch.testing.assert_close(same, weights)
 
 
 class Quantised(torch.Tensor):

@@ -13,6 +13,7 @@ from made_up import Chooses, relocator_of, scores_with
 
 from provpt_peft import ProVPTConfig, RelocationConfig, Relocator, figures
 from provpt_peft.relocation.idleness import Idleness
+from provpt_peft.relocation.policies import Action, Policy
 
 
 def prompted(optimizer_class=torch.optim.AdamW, **adapter):
@@ -148,7 +149,7 @@ def test_trying_out_a_shuffled_loader_draws_no_random_numbers():
     data = [{name: tensor[0] for name, tensor in batch.items()} for batch in batches(4)]
     relocator = Relocator(model, score_batches=torch.utils.data.DataLoader(data, batch_size=2, shuffle=True))
     state = torch.get_rng_state()
-    relocator.relocate()
+    relocator.relocate(progress=0)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -178,7 +179,106 @@ def test_prompts_that_were_frozen_meanwhile_do_not_move():
 def test_a_loss_that_is_none_fails_before_the_first_step(compute_loss, message):
     relocator = Relocator(prompted()[0], score_batches=batches(1), compute_loss=compute_loss)
     with pytest.raises(ValueError, match=message):
+        relocator.relocate(progress=0)
+
+
+@pytest.mark.parametrize(
+    ("returned", "got"),
+    [
+        (torch.zeros(12), r"a tensor of shape \(12,\)"),
+        (Idleness(torch.zeros(11), torch.zeros(12)), r"a tensor of shape \(11,\) and a tensor of shape \(12,\)"),
+        (Idleness(torch.zeros(12), None), r"a tensor of shape \(12,\) and a NoneType"),
+        (None, "a NoneType"),
+    ],
+)
+def test_a_score_that_is_none_fails_before_the_first_step(returned, got):
+    config = RelocationConfig(idleness=lambda measurement: returned)
+    relocator = Relocator(prompted()[0], config, score_batches=batches(1))
+    with pytest.raises(ValueError, match=rf"must return an `Idleness` .* of shape \(12,\).*, got {got}"):
+        relocator.relocate(progress=0)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "got"),
+    [
+        (Action(0), "block 0"),
+        (Action(5), "block 5"),
+        (Action(torch.tensor(-1)), r"block tensor\(-1\)"),
+        (Action(2.0), r"block 2\.0"),
+        (3, "a int"),
+        (None, "a NoneType"),
+    ],
+)
+def test_a_choice_that_is_no_block_moves_nothing(chosen, got):
+    model, _ = prompted()
+    made_up, relocator = relocator_of(model, allocator=Policy)
+    relocator.policy.choose = lambda state: chosen
+    made_up.set([1.0] * 12)
+    with pytest.raises(ValueError, match=f"an `Action` with a block from 1 to 4, got {got}"):
         relocator.relocate()
+    assert model.base_model.prompt_distribution() == [3, 3, 3, 3]
+    assert relocator.history == []
+
+
+@pytest.mark.parametrize("number", [int, np.int64, torch.tensor])
+@pytest.mark.parametrize(
+    ("learned", "kept"),
+    [(None, {}), ({}, {}), ({"value": np.float32(0.5)}, {"value": 0.5}), ({"value": torch.tensor(2)}, {"value": 2.0})],
+)
+def test_numbers_of_other_libraries_can_be_saved(number, learned, kept):
+    made_up, relocator = relocator_of(prompted()[0], allocator=Policy)
+    relocator.policy.choose = lambda state: Action(number(2))
+    relocator.policy.learn = lambda action, reward: learned
+    for _ in range(2):
+        made_up.set(scores_with(1.0, prompt=11))
+        relocator.relocate()
+    assert type(relocator.history[0].block) is int
+    assert relocator.history[0].policy == kept
+    json.dumps(relocator.state_dict())
+
+
+@pytest.mark.parametrize("learned", [3, {"value": None}, {"value": torch.zeros(2)}])
+def test_what_a_policy_learned_has_to_be_numbers(learned):
+    made_up, relocator = relocator_of(prompted()[0], allocator=Policy)
+    relocator.policy.choose = lambda state: Action(2)
+    relocator.policy.learn = lambda action, reward: learned
+    made_up.set(scores_with(1.0, prompt=11))
+    relocator.relocate()
+    with pytest.raises(ValueError, match="`learn` must return a dict of numbers"):
+        relocator.relocate()
+
+
+class WithNumPy(Policy):
+    def state_dict(self):
+        return {"values": np.zeros(self.num_blocks)}
+
+
+def test_a_state_that_could_not_be_read_again_fails_before_the_first_step():
+    relocator = Relocator(prompted()[0], RelocationConfig(allocator=WithNumPy), score_batches=batches(1))
+    with pytest.raises(ValueError, match="must hold tensors and plain Python values only"):
+        relocator.relocate(progress=0)
+
+
+@pytest.mark.parametrize("progress", [None, 1, 2, 12.5, -0.1, math.nan])
+def test_progress_that_is_no_share_is_refused(progress):
+    relocator = Relocator(prompted()[0], score_batches=batches(1))
+    if progress == 1:
+        assert relocator.relocate(progress) == []
+        return
+    with pytest.raises(ValueError, match=r"share of training that is done, 0 … 1, got .*`settle=0\.5`"):
+        relocator.relocate(progress)
+
+
+def test_epochs_are_not_resumed_as_steps():
+    epochs, steps = (
+        Relocator(prompted()[0], RelocationConfig(relocate_every=every), score_batches=batches(1))
+        for every in ("epoch", 2)
+    )
+    state = epochs.state_dict()
+    with pytest.raises(ValueError, match="the same `relocate_every`, 2, got one for 'epoch'"):
+        steps.load_state_dict(state)
+    # States of earlier versions do not say.
+    steps.load_state_dict({name: value for name, value in state.items() if name != "relocate_every"})
 
 
 @pytest.mark.parametrize("given", [batches(1)[0], torch.zeros(2, 3, 32, 32)])
