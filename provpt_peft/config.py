@@ -214,6 +214,7 @@ class ProVPTConfig(PeftConfig):
         for name, value in self._as_given.items():
             setattr(config, name, value)
         config._as_given = None
+        config.base_model_name_or_path = None  # that of the other adapter
         return config
 
     def take(self, num_blocks: int) -> None:

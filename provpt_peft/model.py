@@ -420,6 +420,8 @@ class ProVPTModel(BaseTuner):
     def _get_adapter_state_dict(
         cls, model: nn.Module, config: ProVPTConfig, adapter_name: str, *args: Any, **kwargs: Any
     ) -> dict[str, Tensor]:
+        if config.modules_to_save:
+            _tuner(model)._check_hooked()
         bank = _tuner(model).bank
         selected = super()._get_adapter_state_dict(model, config, adapter_name, *args, **kwargs)
         bank.check(adapter_name, selected)
@@ -437,6 +439,7 @@ class ProVPTModel(BaseTuner):
         cls, model: nn.Module, config: ProVPTConfig, adapter_name: str, state_dict: dict[str, Tensor]
     ) -> dict[str, Tensor]:
         tuner = _tuner(model)
+        tuner._check_hooked()
         bank = tuner.bank
         remapped = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
         bank.check(adapter_name, remapped)
@@ -466,7 +469,7 @@ class ProVPTModel(BaseTuner):
         self._hooked = False
 
     def _check_hooked(self) -> None:
-        """Refuse to save and load adapters after `unload`: they would have no head, or no effect."""
+        """After `unload`, refuse to load an adapter, which would have no effect, or to save one whose head is gone."""
         if not self._hooked:
             raise ValueError(
                 "Adapters must be saved and loaded while their prompts are in the model, but `unload` has removed "
@@ -498,5 +501,4 @@ def _tuner(model: nn.Module) -> ProVPTModel:
             f"PROVPT adapters must be saved and loaded with the model that `get_peft_model` returned for them, got a "
             f"{type(model).__name__} without one."
         )
-    found._check_hooked()
     return found

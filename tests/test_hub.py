@@ -251,6 +251,13 @@ def test_a_local_base_model_from_another_folder(tmp_path, monkeypatch, base, nam
     model.save_pretrained("both")
     for saved in ("both", "both/second"):
         assert ProVPTConfig.from_pretrained(saved).base_model_name_or_path == str(base)
+    # A config that another model used does not bring that one's name.
+    config = model.peft_config["second"]
+    tiny.make("vit").save_pretrained("third")
+    model = tiny.prompted(transformers.AutoModelForImageClassification.from_pretrained("third"))
+    model.add_adapter("second", config)
+    model.save_pretrained("both")
+    assert ProVPTConfig.from_pretrained("both/second").base_model_name_or_path == str(tmp_path / "third")
     monkeypatch.chdir(tmp_path / "other")
     # In files of earlier versions the path is as it was given.
     change_config(tmp_path / "adapter", base_model_name_or_path=name)

@@ -372,6 +372,10 @@ def test_after_unload_nothing_is_saved_or_loaded(tmp_path):
         with pytest.raises(ValueError, match=r"`unload` has removed them.*`PeftModel\.from_pretrained`"):
             call()
     assert list(model.peft_config) == ["default"]
+    plain = tiny.prompted(tiny.make("vit"), modules_to_save=None)
+    plain.unload()
+    plain.save_pretrained(tmp_path / "plain")  # of which nothing is missing
+    assert (tmp_path / "plain" / "adapter_model.safetensors").exists()
     assert not (tmp_path / "empty" / "adapter_model.safetensors").exists()
     assert torch.equal(logits(PeftModel.from_pretrained(base, tmp_path / "adapter")), expected)
 

@@ -87,7 +87,10 @@ def check_idleness(idleness: Any, num_prompts: int) -> Idleness:
 def check_action(action: Any, num_blocks: int) -> Action:
     """What a policy chose, with its block as Python's own int, which records can be saved with."""
     block: Any = action.block if isinstance(action, Action) else None
-    number = operator.index(block) if hasattr(block, "__index__") else 0
+    try:
+        number = operator.index(block)
+    except TypeError:
+        number = 0
     if not 1 <= number <= num_blocks:
         got = f"block {block!r}" if isinstance(action, Action) else f"a {type(action).__name__}"
         raise ValueError(

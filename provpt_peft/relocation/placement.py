@@ -16,8 +16,8 @@ from .parallel import full_tensor, is_sharded, write_row
 # (iterates, step sizes, quantised codes) a 0 or a mean has another meaning.
 _FIRST_MOMENTS = frozenset(("exp_avg", "momentum_buffer", "grad_avg"))
 _SECOND_MOMENTS = frozenset(("exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "sum"))
-# The iterate of schedule-free optimizers, which would draw a prompt back to its old vector.
-_WEIGHTS = frozenset("z")
+# Copies of the weights in schedule-free optimizers, which would draw a prompt back to its old vector.
+_WEIGHTS = frozenset(("x", "y", "z"))
 
 
 @torch.no_grad()

@@ -125,10 +125,11 @@ class Relocator:
     def relocate(self, progress: float | None = None) -> list[Relocation]:
         """Reward the last moves, prune the most idle prompts and allocate them.
 
-        Call it before each epoch, including the first. The first `warmup_epochs` calls move nothing.
+        Call it before each epoch, including the first. The first `warmup_epochs` calls move nothing. An optimizer that
+        has a `train` method, as schedule-free ones do, is put into training mode.
 
         Args:
-            progress: The share of training that is done, 0 … 1. Only `settle` uses it, so without it there is no need.
+            progress: The share of training that is done, 0 … 1. Required unless `settle` is 0, which alone uses it.
 
         Returns:
             The records of the moves, those that were undone too; empty if there was nothing to move. `history` keeps
@@ -141,8 +142,9 @@ class Relocator:
         done = 0.0 if progress is None and self.config.settle == 0 else progress
         if done is None or not 0.0 <= done <= 1.0:
             raise ValueError(
-                f"`progress` must be the share of training that is done, 0 … 1, got {progress}: nothing moves in the "
-                f"last part of training (`settle={self.config.settle}`). Call `relocate(progress=epoch / epochs)`."
+                f"`progress` must be the share of training that is done, 0 … 1, got {progress}. Call "
+                "`relocate(progress=epoch / epochs)`, so that nothing moves in the last part of training "
+                f"(`settle={self.config.settle}`)."
             )
         self.try_out()
         # Schedule-free optimizers have other weights in the model while it is evaluated.
@@ -160,8 +162,8 @@ class Relocator:
         self._remember()
 
     def try_out(self) -> None:
-        """Measure one score batch, once, so that errors show up before the first training step, as do states that
-        could not be saved. `relocate` does this too."""
+        """Measure one score batch, once, so that errors show up before the first training step, as does a policy's
+        state that could not be saved. `relocate` does this too."""
         if not self._tried:
             with fixed_randomness(self.tuner.prompts(self.adapter_name).device):
                 first = list(islice(self.score_batches, 1))

@@ -18,9 +18,10 @@ def to_json(state: dict[str, Any]) -> str:
     try:
         from_json(encoded)
     except pickle.UnpicklingError as error:
+        found = str(error).partition("GLOBAL ")[2].split(" ")[0] or "something else"
         raise ValueError(
             "A policy's `state_dict`, and the `memory` of its actions, must hold tensors and plain Python values "
-            f"only, got something else: {str(error).splitlines()[0]}"
+            f"only, got {found}."
         ) from error
     return encoded
 

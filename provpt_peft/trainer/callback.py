@@ -39,7 +39,8 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
     Scores are measured with the Trainer's own loss on the first `score_images` images of the training loader, prepared
     as for training. The images are read once, before training, and training stays the same. Checkpoints contain the
     relocator's state, so a resumed run equals an uninterrupted one. Each relocation is logged through the Trainer as
-    `relocation/…` and kept in `history`.
+    `relocation/…` and kept in `history`. If a run stops early, the reward of its last moves is only in `history` and
+    in the Trainer's `log_history`, since reporters have ended by then.
 
     Args:
         config: When prompts move, which ones, and where to. A dict of the same settings is accepted too.
@@ -176,12 +177,13 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
         if self._relocated_at == state.global_step:
             return
         self._relocated_at = state.global_step
-        self._running.relocate(progress=state.global_step / state.max_steps)
+        # A run that resumes with fewer steps may be beyond the last.
+        self._running.relocate(progress=min(1.0, state.global_step / state.max_steps))
         self._log(args, state, control)
 
     def _log(self, args: Any, state: TrainerState, control: Any, report: bool = True) -> None:
-        """Do what `Trainer.log` does, without the keys that it would add. Reporters that have ended their run, as at
-        the end of training, would begin another: then there is no `report`."""
+        """Do what `Trainer.log` does, without the keys that it would add. Without `report`, only in `log_history`: at
+        the end of training some reporters have ended their run, and would begin another."""
         if not self._running.metrics or self._trainer is None:
             return
         logs = {f"relocation/{name}": value for name, value in self._running.metrics.items()} | {"epoch": state.epoch}

@@ -205,6 +205,8 @@ def test_a_score_that_is_none_fails_before_the_first_step(returned, got):
         (Action(5), "block 5"),
         (Action(torch.tensor(-1)), r"block tensor\(-1\)"),
         (Action(2.0), r"block 2\.0"),
+        (Action(torch.tensor(2.0)), r"block tensor\(2\.\)"),
+        (Action(np.ones(2)), r"block array\("),
         (3, "a int"),
         (None, "a NoneType"),
     ],
@@ -255,7 +257,7 @@ class WithNumPy(Policy):
 
 def test_a_state_that_could_not_be_read_again_fails_before_the_first_step():
     relocator = Relocator(prompted()[0], RelocationConfig(allocator=WithNumPy), score_batches=batches(1))
-    with pytest.raises(ValueError, match="must hold tensors and plain Python values only"):
+    with pytest.raises(ValueError, match=r"tensors and plain Python values only, got numpy\..*_reconstruct\."):
         relocator.relocate(progress=0)
 
 
