@@ -161,7 +161,7 @@ def test_the_descriptions_of_a_family_are_right():
     }
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [*PAGES, make_notebook.NOTEBOOK], ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         path, _, anchor = target.partition("#")
@@ -186,7 +186,9 @@ def test_the_notebook_runs(checkpoints, folder):
     notebook = make_notebook.notebook()
     for cell in notebook.cells:
         cell.source = with_checkpoints(cell.source, checkpoints)
-    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(folder)}}).execute()
+    beside = folder / "examples"
+    beside.mkdir()
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(beside)}}).execute()
     assert (folder / "learned.png").is_file()
     assert (folder / "digits-provpt" / "adapter_model.safetensors").is_file()
 

@@ -44,8 +44,8 @@ def to_inactivity(derivatives: torch.Tensor) -> torch.Tensor:
     """`IDLE_SHARE` of the mean activity of all prompts, minus each prompt's activity on each image, in loss units.
 
     A prompt's activity on an image is |s|; its mean over images is the importance that Michel et al. (2019, Eq. 2)
-    give an attention head. Gains and losses do not cancel in it, so the prompts above 0 hardly change the loss of any
-    image, and the loss stays the same without them.
+    give an attention head. Gains and losses do not cancel in it, so the prompts above 0 hardly change the
+    images' losses, on average, and the loss stays the same without them.
 
     Args:
         derivatives: s, the derivative of each image's loss with respect to each prompt's gate, (B, N). NaN for prompts
