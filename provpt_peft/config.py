@@ -146,7 +146,7 @@ class ProVPTConfig(PeftConfig):
         make_plain(self, ProVPTConfig)
         self.peft_type = PeftType.PROVPT
         # Not a field, so not saved. Users leave the version out; a copy of a config counts as a file.
-        self._from_file = self.provpt_version is not None
+        self.is_from_file = self.provpt_version is not None
         self.provpt_version = self.provpt_version or __version__
         if self.task_type is not None:
             raise ValueError(
@@ -200,7 +200,7 @@ class ProVPTConfig(PeftConfig):
                     "Leave it out to store the names that the model's own config has."
                 ) from None
         # Not fields, so not saved.
-        self._labels_given = _are_names(self.id2label)
+        self._labels_given = are_names(self.id2label)
         self._problem_type_given = self.problem_type is not None
         self._trained = False  # since it was made or read
         self._as_given: dict[str, Any] | None = None
@@ -255,13 +255,13 @@ class ProVPTConfig(PeftConfig):
     def remember_labels(self, model: nn.Module) -> None:
         """Take `id2label` and `problem_type` from an image classifier's config, unless they were given. Those of a
         file count as given until the adapter is trained again, with labels that have names."""
-        config: Any = getattr(model, "config", None)
-        if config is None or "ForImageClassification" not in type(model).__name__:
+        config = classifier_config(model)
+        if config is None:
             return
-        again = self._from_file and self._trained
+        again = self.is_from_file and self._trained
         labels = dict(config.id2label) if config.id2label else None
         # A head of another size has other labels than the file says, whether they have names or not.
-        if not self._labels_given or (again and (_are_names(labels) or len(labels or ()) != len(self.id2label or ()))):
+        if not self._labels_given or (again and (are_names(labels) or len(labels or ()) != len(self.id2label or ()))):
             self.id2label = labels
         if not self._problem_type_given or (again and config.problem_type is not None):
             self.problem_type = config.problem_type
@@ -295,7 +295,12 @@ def absolute(base_model: str | None) -> str | None:
     return os.path.abspath(base_model) if base_model and os.path.isdir(base_model) else base_model
 
 
-def _are_names(id2label: dict[int, str] | None) -> bool:
+def classifier_config(model: nn.Module) -> Any:
+    """An image classifier's own config, which names its classes. None for other models."""
+    return getattr(model, "config", None) if "ForImageClassification" in type(model).__name__ else None
+
+
+def are_names(id2label: dict[int, str] | None) -> bool:
     """Whether labels have names. transformers' placeholders (`LABEL_0`) are none."""
     return any(name != f"LABEL_{index}" for index, name in (id2label or {}).items())
 

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.utils import recursively_apply
-from peft.utils import AuxiliaryTrainingWrapper
+from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 
 
@@ -27,6 +28,25 @@ def switch_randomness(model: nn.Module, on: bool) -> None:
             child.training = model.training and on
         elif not isinstance(child, AuxiliaryTrainingWrapper):
             switch_randomness(child, on)
+
+
+def hold_statistics(model: nn.Module, hold: bool = True) -> None:
+    """Put the layers of a model that keep running statistics (BatchNorm) into eval mode, except those that are
+    trained: in training mode they would change buffers that belong to the frozen model and are not saved. Without
+    `hold`, put all of them into the mode of the module around them."""
+    wrappers = [module for module in model.modules() if isinstance(module, ModulesToSaveWrapper)]
+    heads = [head for wrapper in wrappers for head in wrapper.modules_to_save.values()]
+    # A layer without weights of its own is trained with the head that it is in.
+    trained = {part for head in heads if _has_trained_weights(head) for part in head.modules()}
+    for parent in model.modules():
+        for child in parent.children():
+            if isinstance(child, _NormBase):
+                held = hold and child not in trained and not _has_trained_weights(child)
+                child.training = parent.training and not held
+
+
+def _has_trained_weights(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
 
 
 def images_in(batch: Any) -> int:

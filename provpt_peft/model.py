@@ -28,7 +28,8 @@ from .backbone.families import find_blocks, resolve
 from .backbone.shallow import ShallowPrompts
 from .compiling import is_exporting
 from .config import BackboneFamily, ProVPTConfig, absolute
-from .evaluation import switch_randomness
+from .evaluation import hold_statistics, switch_randomness
+from .labels import ShownLabels, check_problem_type
 from .mixed import BASE, MixedBatch
 from .prompts import PromptBank, init_bound
 from .registration import PREFIX
@@ -161,6 +162,7 @@ class ProVPTModel(BaseTuner):
         if first:
             check_unadapted(model)
         check_new_adapter(model, adapter_name, self.peft_config)
+        check_problem_type(model, config, self._others(adapter_name))
         found = find_blocks(model, config.backbone) if first else [(b.block, b.family) for b in self.blocks]
         distribution = config.start_distribution(len(found))
         check_modules_to_save(model, config.modules_to_save, found)
@@ -184,7 +186,7 @@ class ProVPTModel(BaseTuner):
         # PEFT activates the active adapter again with the new config's `inference_mode`.
         for parameter, requires_grad in trainable.items():
             parameter.requires_grad = requires_grad
-        self._set_backbone_dropout()
+        self._follow_adapter()
 
     def _install(self, model: nn.Module, found: Sequence[tuple[nn.Module, BackboneFamily]]) -> None:
         """Make the bank and hook it into the blocks."""
@@ -200,6 +202,9 @@ class ProVPTModel(BaseTuner):
         self._hooked = True  # until `unload`
         self._records: dict[str, dict[str, Any] | None] = {}
         self._last_trained: str | None = None
+        self._labels = ShownLabels()
+        # Whether the last state dict that was loaded, here or into a model around it, had none of our prompts.
+        self.left_out = False
         # An entry for each call of the model around the base model that is in progress. Copies of the tuner share it.
         self._calls: list[None] = []
         self._call_check = model.register_forward_pre_hook(self._check_call)
@@ -215,13 +220,25 @@ class ProVPTModel(BaseTuner):
         raise NotImplementedError("PROVPT replaces no modules.")  # pragma: no cover, abstract in `BaseTuner`
 
     def train(self, mode: bool = True) -> ProVPTModel:
-        """Set training mode. The frozen backbone's own dropout stays off unless `backbone_dropout` is set."""
+        """Set training mode. The frozen backbone's own dropout stays off unless `backbone_dropout` is set, and its
+        running statistics (BatchNorm) stay as they are."""
         super().train(mode)
-        self._set_backbone_dropout()
+        self._set_modes()
         return self
 
-    def _set_backbone_dropout(self) -> None:
-        """Blocks themselves stay in training mode: transformers only checkpoints activations then."""
+    def _others(self, adapter_name: str) -> list[ProVPTConfig]:
+        return [config for name, config in self.peft_config.items() if name != adapter_name]
+
+    def _follow_adapter(self) -> None:
+        """Set what depends on which adapter is active."""
+        self._set_modes()
+        if self.active_adapters:
+            active = self.active_adapters[0]
+            self._labels.show(self.model, self.peft_config[active], self._others(active))
+
+    def _set_modes(self) -> None:
+        """Switch parts of the frozen backbone to eval mode. Blocks themselves stay in training mode: transformers only
+        checkpoints activations then."""
         if "bank" not in self._modules:
             return
         adapter = self.bank.enabled_adapter
@@ -235,6 +252,7 @@ class ProVPTModel(BaseTuner):
         for block in self.blocks:
             block.keep_dropout = keep
         switch_randomness(self.model, keep)
+        hold_statistics(self.model)
 
     # ---- adapters: PEFT's own functions walk the wrapped model only, the bank is on the tuner -----------------------
 
@@ -248,9 +266,12 @@ class ProVPTModel(BaseTuner):
             raise ValueError(
                 f"PROVPT can have one active adapter at a time, got {list(adapter_name)}. Activate one of them."
             )
+        if self._last_trained in self.active_adapters:
+            # transformers sets `problem_type` in the first training step, after this was last done.
+            self.peft_config[self._last_trained].remember_labels(self.model)
         tuners_utils.set_adapter(self, adapter_name, inference_mode=inference_mode, layer_cls=PromptBank)
         self.active_adapter = adapter_name
-        self._set_backbone_dropout()
+        self._follow_adapter()
 
     def delete_adapter(self, adapter_name: str) -> None:
         """Delete an adapter; if it was active, the next one becomes active.
@@ -264,9 +285,13 @@ class ProVPTModel(BaseTuner):
         self._records.pop(adapter_name, None)
         if adapter_name == self._last_trained:
             self._last_trained = None
+        was_active = adapter_name in self.active_adapters
         active = tuners_utils.delete_adapter(self, adapter_name=adapter_name, prefix=PREFIX, layer_cls=PromptBank)
         self.active_adapter = active or []
-        self._set_backbone_dropout()
+        if was_active and active:
+            # PEFT leaves a head as it is if the deleted adapter has none of its own.
+            self.set_adapter(active)
+        self._follow_adapter()
 
     set_requires_grad = tuners_utils.set_requires_grad
 
@@ -286,7 +311,7 @@ class ProVPTModel(BaseTuner):
         for module in self.modules():
             if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
                 module.enable_adapters(enabled)
-        self._set_backbone_dropout()
+        self._set_modes()
 
     @contextmanager
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
@@ -415,6 +440,7 @@ class ProVPTModel(BaseTuner):
                     "`provpt_` in their names. If no prompt has ever moved, add the missing tensor from "
                     "`model.state_dict()`."
                 )
+        module.left_out = not any(prompts + adapter_name in state_dict for adapter_name in module.peft_config)
 
     @classmethod
     def _get_adapter_state_dict(
@@ -427,10 +453,10 @@ class ProVPTModel(BaseTuner):
         bank.check(adapter_name, selected)
         if cls.keep_card is not None:
             cls.keep_card(model)
-        # The config is written after the tensors. transformers sets `problem_type` in the first training step. The
-        # model's labels are those of the adapter that was trained last, if any was.
+        # The config is written after the tensors. The model's labels are those of the active adapter, unless another
+        # one was trained last.
         tuner = _tuner(model)
-        if adapter_name == (tuner._last_trained or next(iter(tuner.active_adapters), None)):
+        if adapter_name in tuner.active_adapters and tuner._last_trained in (None, adapter_name):
             config.remember_labels(tuner.model)
         return selected
 
@@ -460,6 +486,7 @@ class ProVPTModel(BaseTuner):
         model = super().unload()
         self._remove_blocks()
         switch_randomness(model, True)
+        hold_statistics(model, hold=False)
         return model
 
     def _remove_blocks(self) -> None:

@@ -363,6 +363,67 @@ def test_patches_instead_of_images_are_training_too(tmp_path):
     assert ProVPTConfig.from_pretrained(tmp_path / "birds").id2label == BIRDS
 
 
+def test_the_model_s_config_has_the_labels_of_the_active_adapter(tmp_path, adapter, base):
+    birds = tiny.prompted(tiny.make("vit"))
+    birds.base_model.model.config.id2label = BIRDS
+    birds.save_pretrained(tmp_path / "birds")
+    model, _, _ = load_image_classifier(adapter, base_model=base)
+    model.load_adapter(tmp_path / "birds", "birds", is_trainable=True)
+    assert model.config.id2label == NAMES
+    model.set_adapter("birds")
+    assert model.config.id2label == BIRDS
+    assert model.config.label2id == {"robin": 0, "crow": 1, "owl": 2}
+    # Those are the labels that it is trained with, and that are saved.
+    model.train()(pixel_values=tiny.images(2))
+    model.save_pretrained(tmp_path)
+    assert ProVPTConfig.from_pretrained(tmp_path / "birds").id2label == BIRDS
+    assert ProVPTConfig.from_pretrained(tmp_path).id2label == NAMES
+    with pytest.warns(UserWarning, match="Setting active adapter to default"):
+        model.delete_adapter("birds")
+    assert model.config.id2label == NAMES
+
+
+def test_an_adapter_without_labels_goes_by_the_model_s_own():
+    model = tiny.make("vit")
+    model.config.id2label = BIRDS
+    prompted = tiny.prompted(model, id2label=NAMES, problem_type="regression")
+    # What the user put there stays; what is missing is the adapter's.
+    assert (model.config.id2label, model.config.problem_type) == (BIRDS, "regression")
+    prompted.add_adapter("other", ProVPTConfig(num_prompts=1))
+    prompted.set_adapter("other")
+    assert (model.config.id2label, model.config.problem_type) == (BIRDS, None)
+    model.config.problem_type = "multi_label_classification"
+    prompted.add_adapter("third", ProVPTConfig(num_prompts=1, problem_type="multi_label_classification"))
+    prompted.set_adapter("third")
+    assert model.config.problem_type == "multi_label_classification"
+
+
+def test_labels_for_another_number_of_classes_are_not_shown():
+    model = tiny.make("vit")  # of three classes
+    tiny.prompted(model, id2label={0: "no", 1: "yes"})
+    assert model.config.num_labels == 3
+
+
+@pytest.mark.parametrize("from_file", [True, False])
+def test_the_loss_is_that_of_the_adapter_s_kind_of_labels(tmp_path, from_file):
+    model = tiny.prompted(tiny.make("vit"), problem_type="regression")
+    if from_file:
+        model.save_pretrained(tmp_path)
+        model = PeftModel.from_pretrained(tiny.make("vit"), tmp_path, is_trainable=True)
+    targets = torch.tensor([[0.5, 2.0, -1.0], [0.0, 1.0, 3.0]])
+    output = model(pixel_values=tiny.images(2), labels=targets)
+    assert output.loss.item() == pytest.approx(((output.logits - targets) ** 2).mean().item())
+    model.save_pretrained(tmp_path)
+    assert ProVPTConfig.from_pretrained(tmp_path).problem_type == "regression"
+
+
+def test_two_kinds_of_labels_are_refused():
+    model = tiny.make("vit")
+    model.config.problem_type = "multi_label_classification"
+    with pytest.raises(ValueError, match=r"`problem_type` must be the same .* 'regression' and 'multi_label_class"):
+        tiny.prompted(model, problem_type="regression")
+
+
 @pytest.mark.parametrize(
     ("labels", "kind", "shown"),
     [

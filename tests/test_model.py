@@ -222,6 +222,39 @@ def test_two_adapters_keep_their_own_prompts_blocks_and_heads():
     assert list(model.base_model.bank.provpt_prompt_blocks) == ["default"]
 
 
+def with_statistics():
+    """A ViT with running statistics in the backbone and, without weights of their own, in the head."""
+    vit = tiny.make("vit")
+    tokens = vit.vit(tiny.images(1)).last_hidden_state.shape[1]
+    vit.vit.layernorm = nn.Sequential(vit.vit.layernorm, nn.BatchNorm1d(tokens))
+    vit.classifier = nn.Sequential(nn.BatchNorm1d(32, affine=False), vit.classifier)
+    return vit.eval()
+
+
+def test_running_statistics_of_frozen_parts_stay_and_those_of_the_head_are_saved(tmp_path):
+    base = with_statistics()
+    before = copy.deepcopy(base.state_dict())
+    model = tiny.prompted(base).train()
+    frozen, head = base.vit.layernorm[1], base.classifier
+    untrained = head.modules_to_save["default"][0].running_mean.clone()
+    for seed in range(3):
+        model(pixel_values=tiny.images(4, seed=seed))
+        with model.disable_adapter():
+            model(pixel_values=tiny.images(4, seed=seed))
+    assert torch.equal(frozen.running_mean, before["vit.layernorm.1.running_mean"])
+    assert torch.equal(frozen.running_var, before["vit.layernorm.1.running_var"])
+    assert torch.equal(head.original_module[0].running_mean, before["classifier.0.running_mean"])
+    assert not torch.equal(head.modules_to_save["default"][0].running_mean, untrained)
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(with_statistics(), tmp_path)
+    assert torch.equal(logits(loaded), logits(model.eval()))
+    # Those of a loaded head that is not trained stay as well, and a base model without prompts is the user's own.
+    kept = loaded.base_model.model.classifier.modules_to_save["default"][0].running_mean.clone()
+    loaded.train()(pixel_values=tiny.images(4))
+    assert torch.equal(loaded.base_model.model.classifier.modules_to_save["default"][0].running_mean, kept)
+    assert loaded.unload().vit.layernorm[1].training
+
+
 def test_deleting_the_active_adapter_activates_the_next_with_its_head():
     model = trained()
     model.add_adapter("other", ProVPTConfig(num_prompts=2, prompt_dropout=0.0, modules_to_save=["classifier"]))
@@ -232,6 +265,16 @@ def test_deleting_the_active_adapter_activates_the_next_with_its_head():
         model.delete_adapter("default")
     assert model.active_adapters == ["other"]
     assert torch.equal(logits(model), other)
+
+
+def test_deleting_an_adapter_without_a_head_activates_the_next_with_its_head():
+    model = trained()
+    before = logits(model)
+    model.add_adapter("bare", ProVPTConfig(num_prompts=2))
+    model.set_adapter("bare")
+    with pytest.warns(UserWarning, match="Setting active adapter to default"):
+        model.delete_adapter("bare")
+    assert torch.equal(logits(model), before)
 
 
 @pytest.mark.parametrize("second", [True, False])

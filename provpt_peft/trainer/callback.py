@@ -30,6 +30,11 @@ from .reporting import report_distribution
 
 logger = logging.getLogger(__name__)
 
+_OTHER_NAMES = (
+    "transformers saves some models around an adapter under names of earlier releases, which the Trainer does not "
+    "find again. Before training, set `model.save_pretrained = functools.partial(model.save_pretrained, "
+    "save_original_format=False)`."
+)
 _SPEED = ("_runtime", "_per_second", "_preparation_time")  # suffixes of an evaluation's timings
 
 
@@ -150,6 +155,8 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
         # The best model is an earlier one, so its record has no later relocations. transformers finds the best
         # checkpoint of the adapter `default` only. A checkpoint of a model around ours has no config.
         best = state.best_model_checkpoint if args.load_best_model_at_end else None
+        if best is not None:
+            _warn_of_the_best_model(self._running)
         named = self._running.adapter_name == "default"
         if best is not None and named and os.path.isfile(os.path.join(best, CONFIG_NAME)):
             self._adapter_config.training = ProVPTConfig.from_pretrained(best).training
@@ -247,15 +254,15 @@ def _check(args: TrainingArguments, trainer: Trainer) -> None:
 
 def _check_loaded(relocator: Relocator, prompt_blocks: list[int]) -> None:
     """The Trainer loads a model around an adapter non-strictly: it silently skips tensors with other names."""
-    present = relocator.blocks().tolist()
-    if present != prompt_blocks:
-        length = 1 + relocator.tuner.num_blocks
-        saved, now = (torch.bincount(torch.tensor(b), minlength=length).tolist()[1:] for b in (prompt_blocks, present))
+    if relocator.tuner.left_out or relocator.blocks().tolist() != prompt_blocks:
         raise ValueError(
-            f"A resumed run must begin with the checkpoint's prompts, but the checkpoint has {saved} prompts in its "
-            f"blocks and the model has {now}: the checkpoint's tensors were not loaded. Compare their names with the "
-            "model's."
+            f"A resumed run must begin with the checkpoint's prompts, but they were not loaded. {_OTHER_NAMES}"
         )
+
+
+def _warn_of_the_best_model(relocator: Relocator) -> None:
+    if relocator.tuner.left_out:
+        logger.warning("The best model's prompts were not loaded: the model has the last ones. %s", _OTHER_NAMES)
 
 
 def _warn_of_the_last_model(args: TrainingArguments, adapter_name: str) -> None:
