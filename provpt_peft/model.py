@@ -58,7 +58,6 @@ class ProVPTModel(BaseTuner):
 
     prefix: str = PREFIX
     tuner_layer_cls = PromptBank
-    target_module_mapping: dict[str, list[str]] = {}
     # Called with the `PeftModel` when PEFT saves or loads an adapter. `provpt_peft` sets it to `share.card.keep_card`.
     keep_card: ClassVar[Callable[[nn.Module], None] | None] = None
 

@@ -413,6 +413,12 @@ def test_initialisation_bound():
     assert prompts.abs().max() <= bound
     assert prompts.abs().max() > 0.99 * bound
     assert abs(prompts.std().item() - bound / 3**0.5) < 0.01 * bound
+    # The tiny Swin: patches of 2, and the width of its last stage, 64.
+    swin = tiny.make("swin")
+    assert (swin.config.patch_size, swin.config.hidden_size) == (2, 64)
+    prompts = tiny.prompted(swin, num_prompts=200).base_model.prompts().detach()
+    bound = (6 / (3 * 4 + 64)) ** 0.5
+    assert 0.99 * bound < prompts.abs().max() <= bound
 
 
 def test_initialisation_repeats_under_a_seed():

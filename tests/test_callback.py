@@ -158,6 +158,13 @@ def test_resume_with_gradient_accumulation(tmp_path):
     assert_equal(outcome(*resumed), expected)
 
 
+def test_resume_beyond_the_last_step(tmp_path):
+    settings = dict(config=every_epoch(relocate_every=2), save_strategy="steps", save_steps=8)
+    trained(tmp_path, **settings)
+    _, callback = trained(tmp_path, resume_from_checkpoint=str(tmp_path / "checkpoint-8"), max_steps=7, **settings)
+    assert callback.history[-1].epoch < 4  # nothing moves after the last step
+
+
 class StopAt(TrainerCallback):
     """As a job's time limit does."""
 

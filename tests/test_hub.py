@@ -1,8 +1,10 @@
 """Loading a classifier from its adapter in one call, and adapter folders that are broken or hostile."""
 
+import argparse
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import tiny
@@ -15,7 +17,7 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 import provpt_cli
 import provpt_peft
-from provpt_peft import ProVPTConfig, check_adapter, load_image_classifier
+from provpt_peft import ProVPTConfig, check_adapter, load_image_classifier, push_to_hub
 from provpt_peft.share import hub
 
 
@@ -264,6 +266,48 @@ def test_a_local_base_model_from_another_folder(tmp_path, monkeypatch, base, nam
     with pytest.raises((OSError, ValueError), match=rf"the base model must be .* got '{name}'.* as `base_model`"):
         load_image_classifier("../adapter", local_files_only=True)
     assert load_image_classifier("../adapter", base_model=base).labels == NAMES
+
+
+def test_the_base_model_s_revision_is_used(adapter, monkeypatch):
+    change_config(adapter, revision="v2")
+    asked = []
+
+    def from_pretrained(name, **settings):
+        asked.append(settings.get("revision"))
+        raise OSError("not here")
+
+    monkeypatch.setattr(transformers.AutoModelForImageClassification, "from_pretrained", from_pretrained)
+    with pytest.raises(OSError, match="not here"):
+        load_image_classifier(adapter)
+    # Of another base model it says nothing.
+    with pytest.raises(OSError, match="not here"):
+        load_image_classifier(adapter, base_model=ProVPTConfig.from_pretrained(adapter).base_model_name_or_path)
+    assert asked == ["v2", None]
+
+
+@pytest.mark.parametrize("name", ["default", "flowers"])
+def test_only_the_active_adapter_is_uploaded(monkeypatch, name):
+    model = tiny.prompted(tiny.make("vit"), adapter_name=name)
+    model.add_adapter("other", ProVPTConfig(num_prompts=1))
+    uploaded = {}
+
+    class Api:
+        def __init__(self, token):
+            pass
+
+        def create_repo(self, repo_id, **settings):
+            return argparse.Namespace(repo_id=repo_id)
+
+        def upload_folder(self, repo_id, folder_path, commit_message):
+            uploaded.update(
+                {str(p.relative_to(folder_path)): p.read_text() for p in Path(folder_path).rglob("*.json")}
+            )
+            return argparse.Namespace(commit_url="commit")
+
+    monkeypatch.setattr("provpt_peft.share.hub.HfApi", Api)
+    assert push_to_hub(model, "me/flowers") == "commit"
+    assert list(uploaded) == ["adapter_config.json"]
+    assert json.loads(uploaded["adapter_config.json"])["num_prompts"] == 3
 
 
 # ---- labels in the config -------------------------------------------------------------------------------------------

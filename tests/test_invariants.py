@@ -133,13 +133,15 @@ def test_4_same_seed_same_history(seed):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_5_relocation_draws_from_its_own_generator(seed):
+@pytest.mark.parametrize("adjust", ["relocate", "naive_rl", "add"])
+def test_5_relocation_draws_from_its_own_generator(seed, adjust):
     torch.manual_seed(seed)
-    model = tiny.prompted(tiny.make("vit"))
+    # Where a block is empty, a prompt from the reserve gets a new vector.
+    model = tiny.prompted(tiny.make("vit"), num_prompts=[3, 3, 3, 0], reserve=6)
     torch.manual_seed(seed)
     expected = torch.rand(5)
     torch.manual_seed(seed)
-    config = RelocationConfig(idleness=every_prompt_idle, check_moves=False, seed=seed)
+    config = RelocationConfig(idleness=every_prompt_idle, check_moves=False, seed=seed, adjust=adjust)
     relocator = Relocator(model, config, score_batches=score_batches())
     for epoch in range(6):
         assert len(relocator.relocate(progress=0)) == (epoch > 0)

@@ -277,6 +277,42 @@ def test_deleting_an_adapter_without_a_head_activates_the_next_with_its_head():
     assert torch.equal(logits(model), before)
 
 
+def test_without_an_adapter_the_base_model_has_its_own_dropout_again():
+    model = tiny.prompted(tiny.make("vit", hidden_dropout_prob=0.1)).train()
+    dropouts = [module for module in model.base_model.model.modules() if isinstance(module, nn.Dropout)]
+    assert dropouts
+    assert not any(dropout.training for dropout in dropouts)
+    model.delete_adapter("default")
+    assert all(dropout.training for dropout in dropouts)
+
+
+def test_labels_are_saved_after_the_adapter_that_was_trained_last_is_deleted(tmp_path):
+    model = tiny.prompted(tiny.make("vit")).train()
+    model.add_adapter("other", ProVPTConfig(num_prompts=1))
+    model(pixel_values=tiny.images(2))
+    with pytest.warns(UserWarning, match="Setting active adapter to other"):
+        model.delete_adapter("default")
+    model.config.id2label = {0: "daisy", 1: "rose", 2: "tulip"}
+    model.save_pretrained(tmp_path)
+    assert ProVPTConfig.from_pretrained(tmp_path / "other").id2label == {0: "daisy", 1: "rose", 2: "tulip"}
+
+
+def test_prompts_in_a_model_in_eval_mode_are_not_dropped_out():
+    model = tiny.prompted(tiny.make("vit").eval(), prompt_dropout=0.9)
+    assert torch.equal(logits(model), logits(model))
+
+
+def test_an_adapter_under_the_name_of_a_deleted_one_has_nothing_of_it():
+    model = tiny.prompted(tiny.make("vit").bfloat16())
+    for shallow in (True, False):
+        model.add_adapter("other", ProVPTConfig(num_prompts=2, shallow=shallow))
+        assert model.base_model.prompts("other").dtype == torch.float32
+        if shallow:
+            model.delete_adapter("other")
+    model.base_model.move_prompt(0, 3, "other")
+    assert model.base_model.prompt_distribution("other") == [1, 2, 3, 2]
+
+
 @pytest.mark.parametrize("second", [True, False])
 @pytest.mark.parametrize("first", [True, False])
 def test_loading_a_second_adapter_leaves_the_first_one_s_trainability_alone(tmp_path, first, second):

@@ -1,5 +1,6 @@
 """Many tasks on one backbone: each image's prediction by `load_image_classifier` alone is the oracle."""
 
+import json
 import shutil
 import threading
 
@@ -167,6 +168,11 @@ def test_adapters_that_do_not_fit_are_refused(folder):
     with pytest.raises(ValueError, match="each class must have a unique name"):
         pool.load("twins", folder / "vit-twins")
     path.write_bytes(b"broken")
+    other_revision = shutil.copytree(folder / "vit-birds", folder / "vit-birds-v2", dirs_exist_ok=True)
+    config = json.loads((other_revision / "adapter_config.json").read_text())
+    (other_revision / "adapter_config.json").write_text(json.dumps(config | {"revision": "v2"}))
+    with pytest.raises(ValueError, match=r"base model, .* \(revision None\), got one for .* \('v2'\)"):
+        pool.load("cars", other_revision)
     with pytest.raises(ValueError, match="must be complete safetensors"):
         pool.load("cars", folder / "vit-cars")
     with pytest.raises(ValueError, match="a task for each image, got 2 images"):
@@ -182,7 +188,7 @@ def test_a_failure_while_a_task_is_put_in_leaves_the_others(folder, monkeypatch)
     pool = ClassifierPool(folder / "vit", capacity=1)
     pool.load("birds", folder / "vit-birds")
     monkeypatch.setattr("provpt_peft.share.pool.read_blocks", None)
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
         pool.load("cars", folder / "vit-cars")
     assert (pool.tasks, len(pool._bank.provpt_prompts)) == (["birds"], 2)
 

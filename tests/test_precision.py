@@ -173,7 +173,15 @@ def test_trainer_step_that_is_skipped(tmp_path):
 
 def test_trainer_in_bf16(tmp_path):
     trainer, callback = make_trainer(tmp_path, every_epoch(), bf16=True, model=prompted())
+    scored = set()
+
+    def note(module, inputs, output):
+        if not trainer.model.training:
+            scored.add(output.dtype)
+
+    trainer.model.base_model.model.vit.layers[0].attention.q_proj.register_forward_hook(note)
     trainer.train()
+    assert scored == {torch.bfloat16}  # under the Trainer's autocast, as in training
     assert [record.epoch for record in callback.history] == [1, 2, 3]
     assert all(record.note is None and record.reward is not None for record in callback.history)
 

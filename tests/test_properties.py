@@ -443,6 +443,7 @@ def run(sequences):
     # What the sequences are for did happen in them.
     assert counters["relocations"] >= sequences / 2
     assert counters["steps of another adapter"] >= sequences / 4
+    assert min(counters[name] for name in OPERATIONS) >= sequences / 4
     assert min(counters.values()) >= sequences / 4
 
 

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 
-# The first three are from the paper's appendix. The others have CleanRL's names and usual values.
+# The first three are from the paper's appendix. The others have CleanRL's names and usual values. The value loss needs
+# no weight: actor and critic share no weights, and Adam's steps do not depend on a loss's scale.
 ACTOR_LEARNING_RATE = 3e-4
 CRITIC_LEARNING_RATE = 1e-3
 CLIP_COEF = 0.2
 ENT_COEF = 0.01
-VF_COEF = 0.5
 UPDATE_EPOCHS = 10
 TRANSITIONS_PER_UPDATE = 2
 HIDDEN_UNITS = 64
@@ -129,7 +129,7 @@ class PPO:
                 policy_loss = clipped_policy_loss(chosen, old_log_probs, advantages, CLIP_COEF)
                 value_loss = 0.5 * (self.critic(states)[:, 0] - returns).square().mean()
                 entropy = -(log_probs.exp() * log_probs).sum(dim=-1).mean()
-                loss = policy_loss + VF_COEF * value_loss - ENT_COEF * entropy
+                loss = policy_loss + value_loss - ENT_COEF * entropy
                 self.optimizer.zero_grad()
                 loss.backward()
                 self.optimizer.step()

@@ -364,7 +364,7 @@ class Relocator:
                 f"{state['policy']}. Resume with the settings that the run began with."
             )
         # Epochs and steps are not counted together.
-        if (every := state.get("relocate_every", self.config.relocate_every)) != self.config.relocate_every:
+        if (every := state["relocate_every"]) != self.config.relocate_every:
             raise ValueError(
                 f"The relocator's state must be for the same `relocate_every`, {self.config.relocate_every!r}, got "
                 f"one for {every!r}. Resume with the settings that the run began with."

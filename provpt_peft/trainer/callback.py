@@ -104,7 +104,7 @@ class RelocationTrainerCallback(TrainerCallback, ExportableState):
                 self.relocator.load_state_dict(saved["relocator"])
                 # A checkpoint of an epoch's last step is written before the epoch ends.
                 self._inside_epoch = saved["inside_epoch"] and state.epoch % 1 != 0
-                self._relocated_at = saved.get("relocated_at")
+                self._relocated_at = saved["relocated_at"]
                 # A run that resumes at its last step does not evaluate again.
                 self._remember_metrics(saved["metrics"])
         self.history = self.relocator.history

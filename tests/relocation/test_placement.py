@@ -1,5 +1,7 @@
 """What a moved prompt starts from: its vector and the optimizer's moments."""
 
+import functools
+
 import pytest
 import schedulefree
 import tiny
@@ -19,18 +21,24 @@ def move(model, optimizer, block, prompt=0):
     assert (record.prompt, record.block) == (prompt, block)
 
 
-def sgd_with_momentum(parameters, lr):
-    return torch.optim.SGD(parameters, lr, 0.9)
-
-
-@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, sgd_with_momentum])
-def test_a_moved_prompt_starts_from_the_mean_with_its_new_block_s_moments(optimizer_class):
-    model, optimizer = prompted(optimizer_class)
+@pytest.mark.parametrize(
+    ("optimizer_class", "settings", "first", "second"),
+    [
+        (torch.optim.AdamW, {}, {"exp_avg"}, {"exp_avg_sq"}),
+        (torch.optim.AdamW, {"amsgrad": True}, {"exp_avg"}, {"exp_avg_sq", "max_exp_avg_sq"}),
+        (torch.optim.Adamax, {}, {"exp_avg"}, {"exp_inf"}),
+        (torch.optim.Adagrad, {}, set(), {"sum"}),
+        (torch.optim.SGD, {"momentum": 0.9}, {"momentum_buffer"}, set()),
+        (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}, {"momentum_buffer", "grad_avg"}, {"square_avg"}),
+    ],
+)
+def test_a_moved_prompt_starts_from_the_mean_with_its_new_block_s_moments(optimizer_class, settings, first, second):
+    model, optimizer = prompted(functools.partial(optimizer_class, **settings))
     train_epoch(model, optimizer)
     prompts = model.base_model.prompts()
     rows = prompts.detach().clone()
     state = {n: m for n, m in optimizer.state[prompts].items() if torch.is_tensor(m) and m.shape == prompts.shape}
-    assert set(state) == ({"exp_avg", "exp_avg_sq"} if optimizer_class is torch.optim.AdamW else {"momentum_buffer"})
+    assert set(state) == first | second
     old = {name: moment.clone() for name, moment in state.items()}
 
     move(model, optimizer, block=4)
@@ -38,7 +46,7 @@ def test_a_moved_prompt_starts_from_the_mean_with_its_new_block_s_moments(optimi
     torch.testing.assert_close(prompts[0], rows[9:12].mean(dim=0))
     assert torch.equal(prompts[1:], rows[1:])
     for name, before in old.items():
-        if name == "exp_avg_sq":
+        if name in second:
             torch.testing.assert_close(state[name][0], before[9:12].mean(dim=0))
         else:
             assert not state[name][0].any()

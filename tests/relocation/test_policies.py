@@ -275,6 +275,12 @@ def test_naive_rl_s_mask_is_over_sources():
     assert memory["state"].shape == (6,)
 
 
+@pytest.mark.parametrize("policy_class", [PPOAllocation, NaiveRL])
+def test_ppo_sees_the_state(policy_class):
+    state = state_of(None if policy_class is NaiveRL else 0)
+    assert torch.equal(policy_class(3, generator(), PPOConfig()).choose(state).memory["state"], state.features())
+
+
 def test_policies_by_name_and_by_class():
     policies = {name: make_policy(name, 3, PPOConfig(), generator()) for name in ALLOCATORS}
     assert tuple(type(policy) for policy in policies.values()) == (PPOAllocation, Thompson, Greedy, Uniform)
@@ -282,12 +288,13 @@ def test_policies_by_name_and_by_class():
 
 
 def play(policy, moves):
-    """Actions and the rewards learned from them."""
+    """Actions and the rewards learned from them. Block 2 is empty in all moves but the first three of five: then it
+    counts by what it was worth. In the last one nothing has a score, so the greedy policy draws too."""
     chosen = []
-    for _ in range(moves):
-        # Without scores the greedy policy draws too.
-        scores = torch.full((6,), NAN) if isinstance(policy, Greedy) else SCORES
-        action = policy.choose(state_of(0, scores))
+    for move in range(moves):
+        blocks = torch.tensor([1, 1, 2, 2, 3, 3] if moves == 5 and move < 3 else [1, 1, 1, 1, 3, 3])
+        scores = torch.tensor([3.0, 1.0, -1.0, -1.0, -4.0, -2.0]) if move < 6 else torch.full((6,), NAN)
+        action = policy.choose(state_of(0, scores, blocks))
         policy.learn(action, float(action.block) - 2)
         chosen.append(action.block)
     return chosen

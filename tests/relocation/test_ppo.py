@@ -5,7 +5,16 @@ import math
 import pytest
 import torch
 
-from provpt_peft.relocation.ppo import PPO, advantages_and_returns, clipped_policy_loss
+from provpt_peft.relocation import ppo as ppo_module
+from provpt_peft.relocation.ppo import (
+    CLIP_COEF,
+    ENT_COEF,
+    PPO,
+    TRANSITIONS_PER_UPDATE,
+    UPDATE_EPOCHS,
+    advantages_and_returns,
+    clipped_policy_loss,
+)
 from provpt_peft.relocation.serialization import from_json, to_json
 
 
@@ -24,8 +33,11 @@ def test_number_of_weights_is_the_paper_s():
     assert sum(weights) == 13632
 
 
-def test_learning_rates_are_the_paper_s():
+def test_settings_and_layers_are_the_paper_s():
     assert [group["lr"] for group in make().optimizer.param_groups] == [3e-4, 1e-3]
+    assert (CLIP_COEF, ENT_COEF, UPDATE_EPOCHS, TRANSITIONS_PER_UPDATE) == (0.2, 0.01, 10, 2)
+    for network in (make().actor, make().critic):
+        assert [type(layer).__name__ for layer in network] == ["Linear", "Tanh", "Linear", "Tanh", "Linear"]
 
 
 def test_advantages_by_hand():
@@ -90,6 +102,68 @@ def test_update_comes_after_two_rewards():
     assert set(metrics) == {"policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac"}
     assert all(type(value) is float for value in metrics.values())
     assert ppo.transitions == []
+
+
+@pytest.fixture
+def one_pass(monkeypatch):
+    monkeypatch.setattr(ppo_module, "UPDATE_EPOCHS", 1)
+
+
+OFFSET = torch.tensor([2.0, -1.0, 0.0])
+
+
+def memory_of(ppo, ratio=1.0, value=None, action=0):
+    """What `act` remembers of an action, if its probability was that of now over `ratio`."""
+    state = torch.linspace(-1, 1, 9)
+    log_probs = (ppo.actor(state) + OFFSET).log_softmax(dim=-1)
+    value = ppo.critic(state).item() if value is None else value
+    log_prob = log_probs[action].item() - math.log(ratio)
+    return {"state": state, "offset": OFFSET, "action": action, "log_prob": log_prob, "value": value}
+
+
+def test_a_first_pass_by_hand(one_pass):
+    ppo = make(3)
+    _, memory = ppo.act(torch.linspace(-1, 1, 9), OFFSET)
+    value = ppo.critic(memory["state"]).item()
+    assert memory["value"] == value
+    probabilities = (ppo.actor(memory["state"]) + OFFSET).softmax(dim=-1).tolist()
+    ppo.learn(memory, 2.0)
+    metrics = ppo.learn(memory, -2.0)
+    # Scaled rewards of 1 and -1, which are the returns; the probabilities are those of before, so all ratios are 1.
+    assert metrics["policy_loss"] == pytest.approx(-((1 - value) + (-1 - value)) / 2, abs=1e-6)
+    assert metrics["value_loss"] == pytest.approx(((value - 1) ** 2 + (value + 1) ** 2) / 4, rel=1e-5)
+    assert metrics["entropy"] == pytest.approx(-sum(p * math.log(p) for p in probabilities), rel=1e-5)
+    assert metrics["approx_kl"] == pytest.approx(0, abs=1e-6)
+    assert metrics["clipfrac"] == 0
+
+
+def test_how_far_the_policy_has_moved_by_hand(one_pass):
+    ppo = make(3)
+    ppo.learn(memory_of(ppo, ratio=1.5), 1.0)
+    metrics = ppo.learn(memory_of(ppo, ratio=0.5), 1.0)
+    # (1.5 - 1) - log 1.5 = 0.0945 and (0.5 - 1) - log 0.5 = 0.1931; both are beyond 0.2.
+    assert metrics["approx_kl"] == pytest.approx((0.094535 + 0.193147) / 2, rel=1e-4)
+    assert metrics["clipfrac"] == 1
+
+
+def test_where_nothing_is_gained_the_policy_becomes_more_even(one_pass):
+    ppo = make(3)
+    state = memory_of(ppo)["state"]
+
+    def likeliest():
+        return (ppo.actor(state) + OFFSET).softmax(dim=-1).max().item()
+
+    before = likeliest()
+    for _ in range(2):
+        ppo.learn(memory_of(ppo, value=1.0), 1.0)  # an advantage of 0
+    assert likeliest() < before
+
+
+def test_the_critic_learns_the_returns():
+    ppo = make(3)
+    for _ in range(100):
+        ppo.learn(memory_of(ppo), 5.0)  # scaled to 1
+    assert ppo.critic(memory_of(ppo)["state"]).item() == pytest.approx(1.0, abs=0.02)
 
 
 def test_first_policy_is_nearly_uniform():
