@@ -253,25 +253,27 @@ def draw(results: Results, path: Path) -> None:
     tasks_drawn = [task for task in args.tasks if any(results.complete(task, budget) for budget in args.budgets)]
     if not tasks_drawn:
         return
-    figure, axes = plt.subplots(1, len(tasks_drawn), figsize=(3.6 * len(tasks_drawn), 3.6), squeeze=False)
+    size = (3.6 * len(tasks_drawn), 3.8)
+    figure, axes = plt.subplots(1, len(tasks_drawn), figsize=size, squeeze=False, layout="constrained")
+    of_budgets: dict[str, Any] = {}
     for axis, task in zip(axes[0], tasks_drawn, strict=True):
         for position, budget in enumerate(sorted(args.budgets)):
             if results.complete(task, budget):
                 uniform, accuracies = random_ones(results, task, budget)
                 of_names = distributions(budget, args)
                 counts = [of_names[name] for name in accuracies]
-                axis.scatter(
+                label = f"{budget} prompts"
+                of_budgets[label] = axis.scatter(
                     list(map(centre, counts)),
                     [statistics.mean(runs) - uniform for runs in accuracies.values()],
                     s=[8 + 6 * used_blocks(of_name) for of_name in counts],
-                    color=COLOURS[position % len(COLOURS)], alpha=0.7, linewidths=0, label=f"{budget} prompts",
+                    color=COLOURS[position % len(COLOURS)], alpha=0.7, linewidths=0,
                 )  # fmt: skip
         axis.axhline(0, color="0.6", linewidth=0.8)
         axis.set_xlabel("mean block of a prompt")
         axis.set_title(task, fontsize=10)
-        axis.legend(fontsize=7)
     axes[0][0].set_ylabel("test accuracy minus that of uniform (points)")
-    figure.tight_layout()
+    figure.legend(of_budgets.values(), of_budgets.keys(), loc="outside lower center", ncol=len(of_budgets), fontsize=8)
     save(figure, path)
 
 
