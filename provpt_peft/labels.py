@@ -12,7 +12,7 @@ from .config import ProVPTConfig, are_names, classifier_config
 
 class ShownLabels:
     """Puts the active adapter's `id2label` and `problem_type` into the config of an image classifier, where pipelines
-    and transformers' losses look for them. What the user put there himself stays."""
+    and transformers' losses look for them. What the user put there stays."""
 
     def __init__(self) -> None:
         # By setting: what was put there, and what had been there before.

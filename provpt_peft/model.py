@@ -290,7 +290,8 @@ class ProVPTModel(BaseTuner):
         if was_active and active:
             # PEFT leaves a head as it is if the deleted adapter has none of its own.
             self.set_adapter(active)
-        self._follow_adapter()
+        else:
+            self._follow_adapter()
 
     set_requires_grad = tuners_utils.set_requires_grad
 

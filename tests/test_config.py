@@ -139,6 +139,16 @@ def test_bad_ppo_settings(settings, message):
         PPOConfig(**settings)
 
 
+@pytest.mark.parametrize(
+    "gone", ["trigger", "significance", "reward", "start", "screen", "score_every", "discount", "clip_coef"]
+)
+def test_settings_that_are_gone_are_refused_by_name(gone):
+    with pytest.raises(TypeError, match=f"'{gone}'"):
+        RelocationConfig(**{gone: 1})
+    with pytest.raises(TypeError, match=f"'{gone}'"):
+        RelocationConfig(ppo={gone: 1})
+
+
 def test_defaults():
     assert RelocationConfig().settings() == {
         "idleness": "activity", "allocator": "ppo", "adjust": "relocate", "check_moves": True,
