@@ -12,6 +12,7 @@ import pytest
 import tiny
 import torch
 import transformers
+from accelerate.data_loader import IterableDatasetShard
 from training import Images, every_epoch, make_trainer, moving
 from transformers import BatchFeature, Trainer, TrainerCallback
 
@@ -431,6 +432,19 @@ def test_a_stream(tmp_path, make, workers):
     assert_same_batches(moved.seen, without.seen)
     assert [record.epoch for record in callback.history] == [1, 2]
     assert all(record.reward is not None for record in callback.history)
+
+
+def test_a_stream_that_is_split_over_processes_is_read_whole():
+    class Numbers(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            yield from torch.arange(12)
+
+    for process in range(2):
+        shard = IterableDatasetShard(Numbers(), batch_size=3, num_processes=2, process_index=process)
+        loader = torch.utils.data.DataLoader(shard, batch_size=3)
+        # This process trains on every second batch only.
+        assert next(iter(loader)).tolist() == [[0, 1, 2], [3, 4, 5]][process]
+        assert [batch.tolist() for batch in first_batches(loader, 9)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
 
 
 def test_ready_made_batches(tmp_path):

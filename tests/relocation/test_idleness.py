@@ -289,6 +289,25 @@ def test_a_loss_that_reaches_no_prompt_is_an_error():
         relocator.measure()
 
 
+def test_a_loss_that_fails_while_a_prompt_is_out_leaves_it_where_it_was():
+    model = tiny.prompted(tiny.make("vit"))
+    tuner, passes = model.base_model, []
+
+    def fails(model, batch):
+        passes.append(tuner.prompt_blocks().tolist())
+        if len(passes) == 4:
+            raise RuntimeError("out of memory")
+        return model(**batch).loss
+
+    batch = dict(pixel_values=tiny.images(4), labels=tiny.labels(4))
+    relocator = Relocator(model, RelocationConfig(idleness="exact"), score_batches=[batch], compute_loss=fails)
+    before = tuner.prompt_blocks().tolist()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        relocator.measure()
+    assert passes[3] == [*before[:2], 0, *before[3:]]  # a pass with all prompts, then one without each
+    assert tuner.prompt_blocks().tolist() == before
+
+
 def test_passes_on_different_images_are_an_error():
     def twice(model, batch):
         return model(**batch).loss + model(**{name: tensor[:2] for name, tensor in batch.items()}).loss
