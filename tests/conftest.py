@@ -21,6 +21,13 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def pytest_runtest_teardown(item, nextitem):
+    """Nor at what a file's tests have imported, compiled and kept."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)

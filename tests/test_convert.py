@@ -1,7 +1,5 @@
 """The conversion of timm's layout, against that layout's own forward pass written out."""
 
-import subprocess
-import sys
 
 import pytest
 import tiny
@@ -12,7 +10,6 @@ from transformers import AutoModelForImageClassification, ViTImageProcessor
 from examples import convert_timm_vit
 
 
-SCRIPT = tiny.FOLDER.parent / "examples" / "convert_timm_vit.py"
 WIDTH, HEADS, BLOCKS, PATCH = 32, 4, 3, 8
 
 
@@ -57,20 +54,14 @@ def timm_forward(w, images):
     return F.layer_norm(x, (WIDTH,), w["norm.weight"], w["norm.bias"], 1e-6)
 
 
-def convert(checkpoint, folder, *options):
-    command = [sys.executable, str(SCRIPT), str(checkpoint), str(folder), *options]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-def test_moco_v3(tmp_path):
+def test_moco_v3(run_script, tmp_path):
     tensors = made_up("module.base_encoder.")
     others = {
         "module.momentum_encoder.cls_token": torch.zeros(1, 1, WIDTH),
         "module.predictor.0.weight": torch.ones(2),
     }
     torch.save({"epoch": 300, "state_dict": tensors | others}, tmp_path / "vit.pth.tar")
-    result = convert(tmp_path / "vit.pth.tar", tmp_path / "vit", "--num_heads", str(HEADS))
-    assert result.returncode == 0, result.stderr
+    run_script("convert_timm_vit.py", tmp_path / "vit.pth.tar", tmp_path / "vit", "--num_heads", HEADS)
     base = AutoModelForImageClassification.from_pretrained(tmp_path / "vit", num_labels=3).eval()
     assert (base.config.num_hidden_layers, base.config.image_size, base.config.patch_size) == (BLOCKS, 32, PATCH)
     expected = timm_forward(made_up(), tiny.images())

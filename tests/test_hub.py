@@ -128,11 +128,13 @@ def test_what_cannot_be_uploaded_makes_no_repository(monkeypatch):
 
 def test_nothing_needs_torchvision(adapter):
     code = (
-        "import sys; sys.modules['torchvision'] = None; from provpt_peft import load_image_classifier; "
-        f"print(load_image_classifier({str(adapter)!r}).labels)"
+        "import sys; sys.modules['torchvision'] = None\n"
+        "import tiny; from provpt_peft import load_image_classifier\n"
+        f"model, _, labels = load_image_classifier({str(adapter)!r})\n"
+        "print(labels, tuple(model(pixel_values=tiny.images()).logits.shape))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str(NAMES)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tiny.FOLDER, check=True)
+    assert done.stdout.strip() == f"{NAMES} (2, {len(NAMES)})"
 
 
 def test_image_processor_of_the_adapter_comes_first(adapter):

@@ -584,7 +584,7 @@ def test_memory_that_is_short_is_left_to_the_trainer(tmp_path):
             return super().compute_loss(model, inputs, **kwargs)
 
     trainer, callback, batches = run(
-        tmp_path, moving(), trainer_class=Short, per_device_train_batch_size=8, auto_find_batch_size=True
+        tmp_path, moving(), trainer_class=Short, per_device_train_batch_size=3, auto_find_batch_size=True
     )
     largest = max(len(batch["labels"]) for batch in trainer.seen)
     assert largest <= 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from functools import cache
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -157,8 +158,13 @@ def _without_template(text: str, config: ProVPTConfig) -> str:
     before, start, rest = text.partition(_START)
     _, stop, after = rest.partition(_END)
     body, heading, versions = (before + after if start and stop else text).partition(_VERSIONS)
-    template = ModelCard.from_template(ModelCardData()).text
-    return f"{_title(config)}\n\n{heading}{versions}" if body.split() == template.split() else text
+    return f"{_title(config)}\n\n{heading}{versions}" if body.split() == _template() else text
+
+
+@cache
+def _template() -> list[str]:
+    """The words of huggingface_hub's model card, which PEFT's is made from."""
+    return ModelCard.from_template(ModelCardData()).text.split()
 
 
 def _drop_local_base_model(card: ModelCard) -> bool:
