@@ -1,8 +1,7 @@
 """The process that test_kill_and_resume.py kills: trains a tiny model, resuming from what is in the folder.
 
 Usage: python kill_worker.py FOLDER SETTINGS PAUSE, where SETTINGS are the Trainer's as JSON and PAUSE is in seconds.
-It sleeps for PAUSE in each step and after each file of a checkpoint, prints `saving` when it begins to write one, and
-leaves `result.safetensors` in the folder when training is done.
+It sleeps for PAUSE in each step and after each file of a checkpoint, and prints `saving` when it begins to write one.
 """
 
 import json
@@ -11,14 +10,9 @@ import time
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from training import every_epoch, outcome, trained
 from transformers import Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
-
-
-RESULT = "result.safetensors"
 
 
 def newest_complete_checkpoint(folder):
@@ -44,19 +38,6 @@ def resume(folder, settings, callbacks=()):
         folder, resume_from_checkpoint=checkpoint, config=every_epoch(), callbacks=callbacks, **settings
     )
     return outcome(*trainer_and_callback)
-
-
-def save_outcome(path, outcome):
-    """Write an outcome, exact to the bit: JSON keeps floats that Python prints in full."""
-    history, tensors, state = outcome
-    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(tensors, path, metadata={"history": json.dumps(history), "state": json.dumps(state)})
-
-
-def load_outcome(path):
-    with safe_open(path, "pt") as file:
-        metadata = file.metadata()
-    return json.loads(metadata["history"]), load_file(path), json.loads(metadata["state"])
 
 
 class Slow(TrainerCallback):
@@ -90,7 +71,7 @@ def main():
     torch.set_num_threads(1)
     torch.manual_seed(0)
     slow_down_saving(pause)
-    save_outcome(Path(folder) / RESULT, resume(folder, settings, callbacks=[Slow(pause)]))
+    resume(folder, settings, callbacks=[Slow(pause)])
 
 
 if __name__ == "__main__":

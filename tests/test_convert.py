@@ -1,6 +1,5 @@
 """The conversion of timm's layout, against that layout's own forward pass written out."""
 
-
 import pytest
 import tiny
 import torch

@@ -51,19 +51,11 @@ def kill_after(folder, settings, delay):
         worker.send_signal(signal.SIGKILL)
     assert announced is not None, (folder / "errors.txt").read_text()
     assert worker.returncode == -signal.SIGKILL
-    assert not (folder / kill_worker.RESULT).exists()
     return get_last_checkpoint(folder) != kill_worker.newest_complete_checkpoint(folder)
 
 
-def finish(folder, settings):
-    with start(folder, settings) as worker:
-        worker.communicate()
-    assert worker.returncode == 0, (folder / "errors.txt").read_text()
-    return kill_worker.load_outcome(folder / kill_worker.RESULT)
-
-
 def check(folder, settings, kills, seed):
-    """Kill a run `kills` times, let it come to its end, and hold it against one that was never stopped."""
+    """Kill a run `kills` times, end it in this process, and hold it against one that was never stopped."""
     expected = outcome(*trained(folder / "expected", config=every_epoch(), **settings))
     assert len(expected[0]) == 3
     chance = random.Random(seed)
@@ -71,7 +63,7 @@ def check(folder, settings, kills, seed):
     longest = slept(settings) * (1 / kills - 0.14)
     half_written = [kill_after(folder / "killed", settings, chance.uniform(0.0, longest)) for _ in range(kills)]
     print(f"killed {kills} times, {sum(half_written)} of them while a checkpoint was written")
-    assert_equal(finish(folder / "killed", settings), expected)
+    assert_equal(kill_worker.resume(folder / "killed", settings), expected)
 
 
 def test_killed_run_resumes_exactly(tmp_path):
