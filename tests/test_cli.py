@@ -1,6 +1,7 @@
 """The command `provpt`."""
 
 import re
+import runpy
 import subprocess
 import sys
 
@@ -75,12 +76,15 @@ def test_plot_without_history_draws_blocks(adapter, tmp_path, capsys):
     assert "must have a history of relocations" in capsys.readouterr().err
 
 
-def test_check(adapter, capsys):
+def test_check(adapter, capsys, monkeypatch):
     assert provpt_cli.main(["check", str(adapter)]) == 0
     assert capsys.readouterr().out == f"{adapter}: nothing is wrong.\n"
     path = adapter / "adapter_model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    assert provpt_cli.main(["check", str(adapter)]) == 1
+    monkeypatch.setattr(sys, "argv", ["provpt", "check", str(adapter)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("provpt_cli", run_name="__main__")
+    assert ended.value.code == 1
     assert capsys.readouterr().err.startswith(f"provpt check: {path}: the file must be complete safetensors")
 
 

@@ -131,10 +131,11 @@ def test_nothing_needs_torchvision(adapter):
         "import sys; sys.modules['torchvision'] = None\n"
         "import tiny; from provpt_peft import load_image_classifier\n"
         f"model, _, labels = load_image_classifier({str(adapter)!r})\n"
-        "print(labels, tuple(model(pixel_values=tiny.images()).logits.shape))"
+        "made = tiny.prompted(tiny.make('vit'))\n"
+        "print(labels, *(tuple(m(pixel_values=tiny.images()).logits.shape) for m in (model, made)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tiny.FOLDER, check=True)
-    assert done.stdout.strip() == f"{NAMES} (2, {len(NAMES)})"
+    assert done.stdout.strip() == f"{NAMES} (2, {len(NAMES)}) (2, 3)"
 
 
 def test_image_processor_of_the_adapter_comes_first(adapter):

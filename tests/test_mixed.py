@@ -7,7 +7,7 @@ import pytest
 import tiny
 import torch
 from peft import get_peft_model
-from torch._dynamo.testing import CompileCounter
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from provpt_peft import ProVPTConfig
 
@@ -162,7 +162,7 @@ def test_threads_do_not_mix(family):
 def test_compiled():
     model = several("vit", num_hidden_layers=2)
     inputs = images_of("vit", 6)
-    counter = CompileCounter()
+    counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter)
     batches = (NAMES, NAMES[::-1], ["few"] * 6, [*NAMES[1:], "few"], ["many", "many", *NAMES[:4]], ["bare"] * 6)
     expected = [one_by_one(model, inputs, names) for names in batches]
@@ -182,7 +182,7 @@ def test_compiled():
 def test_compiled_for_any_number_of_images():
     model = several("vit", num_hidden_layers=2)
     model.set_adapter("default")
-    counter = CompileCounter()
+    counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter)
     frames = []
     for count in (2, 3, 4, 5):

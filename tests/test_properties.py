@@ -448,7 +448,7 @@ def run(sequences):
 
 
 def test_invariants_hold_in_random_sequences():
-    run(30)
+    run(50)
 
 
 def test_prompts_that_are_in_no_block_are_not_pruned(tmp_path):
